@@ -196,7 +196,8 @@ def test_weights_that_differ_are_noticed_and_given_up(hub: Hub) -> None:
     word[7] ^= 1 << 3
     in_threads(a.round, b.round)
     assert hub.rounds[0].replicas == (1,), "what was flipped is not averaged"
-    b.round()
+    if b.mean.round < hub.number:  # it came back before the others had ended theirs
+        b.round()
     assert torch.equal(a.outer.begin, b.outer.begin) and b.hashes == {}
 
 
@@ -312,6 +313,7 @@ def test_replicas_are_killed_and_joined_at_random_points(hub: Hub) -> None:
     hub.grace_seconds = 5.0
     every: dict[int, set[int]] = {}
     errors: list[BaseException] = []
+    lasting: list[int] = []
     stop = threading.Event()
 
     def note(replica: Replica) -> None:
@@ -322,7 +324,9 @@ def test_replicas_are_killed_and_joined_at_random_points(hub: Hub) -> None:
         try:
             replica = Replica(address, seed)
             try:
-                if bytes_left is not None:
+                if bytes_left is None:
+                    lasting.append(replica.mean.number)
+                else:
                     replica.mean.channel.link = Mortal(replica.mean.channel.link, bytes_left)  # type: ignore[assignment]
                 while not stop.is_set():
                     replica.round()
@@ -357,4 +361,4 @@ def test_replicas_are_killed_and_joined_at_random_points(hub: Hub) -> None:
     assert {len(one) for one in members} >= {1, 2, 3}, "replicas hardly met: nothing would be shown"
     assert all(len(found) == 1 for found in every.values()), "replicas ended a round with different weights"
     assert all(every[number + 1] == {one.hash} for number, one in enumerate(hub.rounds) if number + 1 in every)
-    assert 1 in members[-1] and set(range(1, KILLS)) - {number for one in members for number in one} != set(range(1, KILLS))
+    assert lasting[0] in members[-1] and len({number for one in members for number in one}) > KILLS // 4, "few were ever in a round"
