@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from foretell.errors import UserError
 from foretell.plan.types import Sync
 from foretell.runtime.parallel.sync import codes, frames
-from foretell.runtime.parallel.sync.frames import Gone, PeerLink
+from foretell.runtime.parallel.sync.frames import Gone, HubChannel
 from foretell.runtime.parallel.sync.hub import Hub
 from foretell.runtime.parallel.sync.outer import Outer
 from foretell.runtime.parallel.sync.peer import HubMean, LeftBehind
@@ -196,7 +196,8 @@ def test_weights_that_differ_are_noticed_and_given_up(hub: Hub) -> None:
     word[7] ^= 1 << 3
     in_threads(a.round, b.round)
     assert hub.rounds[0].replicas == (1,), "what was flipped is not averaged"
-    b.round()
+    if b.mean.round < hub.number:  # it came back before the others had ended theirs
+        b.round()
     assert torch.equal(a.outer.begin, b.outer.begin) and b.hashes == {}
 
 
@@ -222,18 +223,18 @@ def test_every_flipped_bit_changes_the_hash() -> None:
     assert codes.hash_of(vector) == known != codes.hash_of(vector.flip(0))
 
 
-def both() -> tuple[PeerLink, PeerLink]:
+def both() -> tuple[HubChannel, HubChannel]:
     left, right = socket.socketpair()
-    found: list[PeerLink] = []
-    thread = threading.Thread(target=lambda: found.append(PeerLink(right, "peer", opens=False)))
+    found: list[HubChannel] = []
+    thread = threading.Thread(target=lambda: found.append(HubChannel(right, "peer", opens=False)))
     thread.start()
-    opened = PeerLink(left, "hub", opens=True)
+    opened = HubChannel(left, "hub", opens=True)
     thread.join()
     return opened, found[0]
 
 
 def test_messages_are_checked_before_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PeerLink, "__init__", _plain_channel(PeerLink.__init__))
+    monkeypatch.setattr(HubChannel, "__init__", _plain_channel(HubChannel.__init__))
     hub, peer = both()
     peer.send("give", b"x" * 100, round=3)
     said = hub.receive(100)
@@ -253,7 +254,7 @@ def test_messages_are_checked_before_memory_is_taken(monkeypatch: pytest.MonkeyP
 def _plain_channel(made: Any) -> Any:
     """Pairs of sockets have no delay to switch off."""
 
-    def init(self: PeerLink, link: socket.socket, side: str, *, opens: bool) -> None:
+    def init(self: HubChannel, link: socket.socket, side: str, *, opens: bool) -> None:
         class Link:
             def __getattr__(self, name: str) -> Any:
                 return (lambda *_: None) if name == "setsockopt" else getattr(link, name)
@@ -312,6 +313,7 @@ def test_replicas_are_killed_and_joined_at_random_points(hub: Hub) -> None:
     hub.grace_seconds = 5.0
     every: dict[int, set[int]] = {}
     errors: list[BaseException] = []
+    lasting: list[int] = []
     stop = threading.Event()
 
     def note(replica: Replica) -> None:
@@ -322,7 +324,9 @@ def test_replicas_are_killed_and_joined_at_random_points(hub: Hub) -> None:
         try:
             replica = Replica(address, seed)
             try:
-                if bytes_left is not None:
+                if bytes_left is None:
+                    lasting.append(replica.mean.number)
+                else:
                     replica.mean.channel.link = Mortal(replica.mean.channel.link, bytes_left)  # type: ignore[assignment]
                 while not stop.is_set():
                     replica.round()
@@ -357,4 +361,4 @@ def test_replicas_are_killed_and_joined_at_random_points(hub: Hub) -> None:
     assert {len(one) for one in members} >= {1, 2, 3}, "replicas hardly met: nothing would be shown"
     assert all(len(found) == 1 for found in every.values()), "replicas ended a round with different weights"
     assert all(every[number + 1] == {one.hash} for number, one in enumerate(hub.rounds) if number + 1 in every)
-    assert 1 in members[-1] and set(range(1, KILLS)) - {number for one in members for number in one} != set(range(1, KILLS))
+    assert lasting[0] in members[-1] and len({number for one in members for number in one}) > KILLS // 4, "few were ever in a round"

@@ -34,7 +34,7 @@ class HubMessage:
     content: bytearray
 
 
-class PeerLink:
+class HubChannel:
     """One connection; `side` tells who sends."""
 
     def __init__(self, link: socket.socket, side: str, *, opens: bool) -> None:

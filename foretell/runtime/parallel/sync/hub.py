@@ -26,7 +26,7 @@ from torch import Tensor
 
 from foretell.plan.types import Sync
 from foretell.runtime.parallel.sync import codes
-from foretell.runtime.parallel.sync.frames import Gone, HubMessage, PeerLink
+from foretell.runtime.parallel.sync.frames import Gone, HubChannel, HubMessage
 from foretell.runtime.parallel.sync.mean import added
 from foretell.runtime.process.secure import Forged
 
@@ -111,7 +111,7 @@ class Hub:
     def _serve(self, link: socket.socket) -> None:
         guest: _Guest | None = None
         with contextlib.closing(link), contextlib.suppress(Gone, Forged, ValueError, KeyError):
-            channel = PeerLink(link, "hub", opens=True)
+            channel = HubChannel(link, "hub", opens=True)
             try:
                 while not self._closed:
                     message = channel.receive(self._most())
@@ -128,7 +128,7 @@ class Hub:
         """Bytes of a message that may come: nothing before a replica has joined that says how large its weights are."""
         return 0 if self.begin is None else 4 * self.begin.numel()
 
-    def _join(self, channel: PeerLink, message: HubMessage, guest: _Guest | None) -> _Guest:
+    def _join(self, channel: HubChannel, message: HubMessage, guest: _Guest | None) -> _Guest:
         """Give what the round began from; the first replica of all brings it."""
         elements = int(message.said["elements"])
         with self._change:
@@ -159,7 +159,7 @@ class Hub:
         channel.send("state", _bytes(state), round=number, hash=hash_, number=found.number)
         return found
 
-    def _take(self, channel: PeerLink, message: HubMessage, guest: _Guest) -> None:
+    def _take(self, channel: HubChannel, message: HubMessage, guest: _Guest) -> None:
         """What a replica gives; it gets the mean when the round ends."""
         with self._change:
             late = int(message.said["round"]) != self.number

@@ -10,7 +10,7 @@ from torch import Tensor
 from foretell.errors import UserError
 from foretell.plan.types import Sync
 from foretell.runtime.parallel.sync import codes
-from foretell.runtime.parallel.sync.frames import PeerLink
+from foretell.runtime.parallel.sync.frames import HubChannel
 
 TIMEOUT_SECONDS = 600.0
 """For one message: as long as a round of the slowest replica may take."""
@@ -26,7 +26,7 @@ class HubMean:
     def __init__(self, address: tuple[str, int], elements: int, sync: Sync) -> None:
         self.elements, self.sync = elements, sync
         self.cuts = {"cut": torch.zeros(elements)} if sync.format == "int8" else {}
-        self.channel = PeerLink(socket.create_connection(address, timeout=TIMEOUT_SECONDS), "peer", opens=False)
+        self.channel = HubChannel(socket.create_connection(address, timeout=TIMEOUT_SECONDS), "peer", opens=False)
         self.round = 0
         self.number = 0
         self.hash = 0
