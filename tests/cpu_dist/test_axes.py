@@ -115,7 +115,7 @@ def test_ci_runs_make_test() -> None:
         ("tensor, replicas, compiled", ("tensor", "compile")),
         ("pipeline, compiled, shards", ("pipeline", "compile")),
         ("pipeline, replicas", ("data replicate", "pipeline")),
-        ("bf16, pipeline, replicas", ("data replicate", "precision")),
+        ("bf16, pipeline, replicas", ("pipeline", "precision")),
         ("hybrid", ("data replicate", "states elsewhere")),
     ],
 )

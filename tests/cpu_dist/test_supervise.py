@@ -130,9 +130,10 @@ def test_a_standby_gives_the_same_and_goes_with_the_run(twins: Callable[[int], P
     hurt = f"forward {sample_of(12, 2, 1)} SIGSTOP {tmp_path / 'once'}"
     child = command(twins(2), out, "--max-restarts", "1", HURT=hurt, FORETELL_HANG_SECONDS="0")
     deadline = time.monotonic() + 100
-    while not (tmp_path / "once").exists() or 9 not in [one.step for one in save.complete(out / "checkpoints")]:
+    while not (tmp_path / "once").exists() or len(save.complete(out / "checkpoints")) < 2:  # that of step 9 may have been stopped on its way
         assert time.monotonic() < deadline and child.poll() is None
         time.sleep(0.05)
+    time.sleep(0.5)
     newest = save.complete(out / "checkpoints")[0].path
     file = newest / "rank-00001.safetensors"
     content = bytearray(file.read_bytes())
@@ -140,7 +141,7 @@ def test_a_standby_gives_the_same_and_goes_with_the_run(twins: Callable[[int], P
     file.write_bytes(content)
     family = descendants(child.pid)
     stopped = [pid for pid in family if proc.state(pid) == proc.STOPPED]
-    assert newest.name.endswith("9") and len(stopped) == 1
+    assert newest.name[-1] in "69" and len(stopped) == 1
     assert sum("standby" in Path(f"/proc/{pid}/cmdline").read_text() for pid in family) >= 2  # it and those it forked
     os.kill(stopped[0], signal.SIGKILL)
     _, said = child.communicate(timeout=120)

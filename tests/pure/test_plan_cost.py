@@ -33,6 +33,7 @@ from foretell.simulate.memory.replay import peak_live
 from foretell.simulate.pipeline import together
 from foretell.simulate.plan import Options, predict_plan, sharded
 from foretell.trace import types
+from foretell.trace.fold.recompute import recompute_block
 from foretell.trace.recipe import Recipe
 from foretell.trace.record import step as steps
 from foretell.trace.record.capture import capture
@@ -137,7 +138,7 @@ def mixed(name: str, recipe: Recipe, modes: Mapping[str, str]) -> types.Trace:
         for path, mode in modes.items():
             if mode != "keep":
                 kind = {"recompute": "full", "selective": "selective"}[mode]
-                steps.recompute_block(model.get_submodule(path), kind, observer)
+                recompute_block(model.get_submodule(path), kind, observer)
 
     with mock.patch.object(steps, "apply_recompute", apply):
         return capture(workload(name, **three(name)), replace(recipe, recompute="full"))
