@@ -1,11 +1,12 @@
 """Replicas that come and go: a round is finished by those that are there, a new one gets checked weights, hashes stay equal.
 
 Replicas are threads here, and are killed by cutting their connection at a random byte of whatever they say or hear: between messages, in
-the middle of one, before the mean has reached them. `benchmarks/diloco.py --churn` does it with processes and SIGKILL.
+the middle of one, before the mean has reached them. `benchmarks/diloco_churn.py` does it with processes and SIGKILL.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import socket
 import threading
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from foretell.errors import UserError
 from foretell.plan.types import Sync
 from foretell.runtime.parallel.sync import codes, frames
+from foretell.runtime.parallel.sync import hub as hubs
 from foretell.runtime.parallel.sync.frames import Gone, HubChannel
 from foretell.runtime.parallel.sync.hub import Hub
 from foretell.runtime.parallel.sync.outer import Outer
@@ -206,6 +208,51 @@ def test_another_model_is_refused(hub: Hub) -> None:
     Replica(address, 0)
     with pytest.raises(UserError, match="it has 512 weights, and the others 1,024"):
         HubMean(address, 512, SYNC).join(torch.zeros(512))
+
+
+@pytest.mark.parametrize("format", ["fp32", "int8"])
+def test_what_is_no_number_is_not_averaged(format: str) -> None:
+    """A replica whose steps went wrong is left out, and the others go on."""
+    hub = Hub(sync=Sync(every=2, format=format), grace_seconds=5.0)
+    address = hub.start()
+    good, bad = (HubMean(address, 512, hub.sync) for _ in range(2))
+    for one in (good, bad):
+        one.join(torch.zeros(512))
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(one, torch.full((512,), value), torch.tensor([one.hash])) for one, value in ((bad, float("nan")), (good, 1.0))]
+        with pytest.raises(Gone):
+            answers[0].result()
+        assert torch.allclose(answers[1].result(), torch.ones(512), rtol=0.01)
+    assert hub.rounds[0].replicas == (1,) and bool(hub.begin.isfinite().all())  # type: ignore[union-attr]
+    hub.close()
+
+
+def test_somebody_who_says_a_lot_and_brings_nothing_keeps_nobody_away(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of a terabyte are announced and do not come: no memory is taken for them, and the next replica is the first."""
+    monkeypatch.setattr(hubs, "SEED_SECONDS", 0.3)
+    address = hub.start()
+    bad = HubMean(address, 2**38, Sync(every=2))
+    bad.channel.send("join", elements=bad.elements)
+    assert bad.channel.receive(0).kind == "seed"
+    header = json.dumps({"kind": "brought", "bytes": 4 * bad.elements, "digest": ""}).encode()
+    sealed = secure.seal(header, f"replicas {bad.channel._nonce.hex()} peer 1")
+    bad.channel.link.sendall(len(sealed).to_bytes(4, "big") + sealed)
+    good = HubMean(address, 512, SYNC)
+    begin, _ = good.join(torch.ones(512))
+    assert torch.equal(begin, torch.ones(512)) and hub.begin is not None and hub.begin.numel() == 512
+
+
+NONSENSE = (b"[]", b"{}", b"[" * 4000, b'{"kind": 1, "bytes": "x", "digest": 0}', b'{"kind": "join", "bytes": 1e999, "digest": ""}')
+
+
+@pytest.mark.parametrize("said", NONSENSE)
+def test_headers_of_nonsense_are_forged(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HubChannel, "__init__", _plain_channel(HubChannel.__init__))
+    hub, peer = both()
+    sealed = secure.seal(said, f"replicas {peer._nonce.hex()} peer 0")
+    peer.link.sendall(len(sealed).to_bytes(4, "big") + sealed)
+    with pytest.raises(secure.Forged):
+        hub.receive(100)
 
 
 # ---------------------------------------------------------------- what travels

@@ -21,6 +21,8 @@ from foretell.runtime.process import secure
 
 MOST_HEADER = 4096
 _NONCE = 16
+_AT_ONCE = 2**20
+"""Bytes that memory is taken for at a time: as they come, not as somebody says that they will."""
 
 
 class Gone(ConnectionError):
@@ -61,9 +63,12 @@ class HubChannel:
         if not 0 < size <= MOST_HEADER:
             raise secure.Forged(f"the header of a message has {size:,} bytes")
         other = "peer" if self.side == "hub" else "hub"
-        header = json.loads(secure.unseal(bytes(self._read(size)), self._about(other, self._got)))
+        try:
+            header = json.loads(secure.unseal(bytes(self._read(size)), self._about(other, self._got)))
+            kind, length, digest = str(header.pop("kind")), int(header.pop("bytes")), str(header.pop("digest"))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise secure.Forged(f"the header of a message says nothing that is known here: {type(error).__name__}") from error
         self._got += 1
-        kind, length, digest = str(header.pop("kind")), int(header.pop("bytes")), str(header.pop("digest"))
         if not 0 <= length <= most:
             raise secure.Forged(f"a message has {length:,} bytes, and at most {most:,} belong there")
         content = self._read(length)
@@ -84,13 +89,14 @@ class HubChannel:
             raise Gone(str(error)) from error
 
     def _read(self, size: int) -> bytearray:
-        found, at = bytearray(size), 0
-        while at < size:
+        found = bytearray()
+        while len(found) < size:
+            some = memoryview(bytearray(min(_AT_ONCE, size - len(found))))
             try:
-                got = self.link.recv_into(memoryview(found)[at:])
+                got = self.link.recv_into(some)
             except OSError as error:
                 raise Gone(str(error)) from error
             if not got:
                 raise Gone("the connection was closed")
-            at += got
+            found += some[:got]
         return found

@@ -30,6 +30,9 @@ from foretell.runtime.parallel.sync.frames import Gone, HubChannel, HubMessage
 from foretell.runtime.parallel.sync.mean import added
 from foretell.runtime.process.secure import Forged
 
+SEED_SECONDS = 60.0
+"""The first replica has so long between two pieces of its weights; then another one brings them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HubRound:
@@ -110,7 +113,7 @@ class Hub:
 
     def _serve(self, link: socket.socket) -> None:
         guest: _Guest | None = None
-        with contextlib.closing(link), contextlib.suppress(Gone, Forged, ValueError, KeyError):
+        with contextlib.closing(link), contextlib.suppress(Gone, Forged, ValueError, KeyError, TypeError, OverflowError):
             channel = HubChannel(link, "hub", opens=True)
             try:
                 while not self._closed:
@@ -141,7 +144,12 @@ class Hub:
         if seeds:
             try:
                 channel.send("seed")
+                link = channel.link
+                link.settimeout(SEED_SECONDS)
                 brought = _floats(channel.receive(4 * elements).content)
+                link.settimeout(None)
+                if brought.numel() != elements or not bool(brought.isfinite().all()):
+                    raise Forged("the first replica brought other weights than it said, or some that are no numbers")
                 with self._change:
                     self.begin, self.momentum = brought, torch.zeros_like(brought)
                     self._cut, self._hash = torch.zeros_like(brought), codes.hash_of(brought)
@@ -227,6 +235,8 @@ class Hub:
         vector = codes.plain(torch.frombuffer(content, dtype=torch.int8)) if self.sync.format == "int8" else _floats(content)
         if vector.numel() != self.begin.numel():
             raise Forged("a replica gave a vector of another length")
+        if not bool(vector.isfinite().all()):  # one that is no number would be everybody's
+            raise Forged("a replica gave what is no number")
         return vector
 
 
