@@ -99,6 +99,19 @@ def test_where_it_would_change_the_maths_the_run_ends_and_says_so(
     assert plans.read(tmp_path / "run" / "plan.json") == plan
 
 
+def test_a_loss_of_pairs_is_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Smaller batches have fewer negatives, which only the loss shows; without gradients it finds room. What was trained is saved."""
+    model = MODEL.replace("if self.seen", "if torch.is_grad_enabled() and self.seen").replace(
+        "return (output - batch", "return nn.functional.cross_entropy(output @ output.T, torch.arange(len(output))) + 0 * (output - batch"
+    )
+    monkeypatch.setenv("ROOM", "2")
+    plan = planned(tmp_path, model)
+    with pytest.raises(RunFailed, match="rank 0 ran out of device memory") as failed:
+        go(tmp_path / "run", plan, **RUN)
+    assert "so smaller ones would train otherwise" in failed.value.remedy and not rows(tmp_path / "run")
+    assert plans.read(tmp_path / "run" / "plan.json") == plan and save.complete(tmp_path / "run" / "checkpoints")[0].step == 3
+
+
 def test_ranks_are_started_again_with_smaller_micro_batches(ranks: Any, tmp_path: Path) -> None:
     """One of two runs out; both go on from the checkpoint under the new plan."""
     plan = planned(tmp_path, mesh=Mesh(dp_shard=2))

@@ -14,16 +14,18 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from foretell.plan.types import Plan
 from foretell.runtime.train.folder import note_fault, settle
+from foretell.runtime.train.numbers.guard import RunFailed
 from foretell.trace.record.step import Batch
 
 if TYPE_CHECKING:
     from foretell.runtime.train.loop import TrainingRun
 
-_MIXES_SAMPLES = (nn.modules.batchnorm._NormBase,)
-"""Layers whose result depends on which samples share a micro-batch."""
+_SAME_LOSS = 0.01
+"""By how much the mean of the losses of pieces may differ from that of all of them: low precision rounds, other losses differ by more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ def halved(plan: Plan, parts: Sequence[nn.Module]) -> Halving:
     factor = next((number for number in range(2, plan.micro_batch + 1) if plan.micro_batch % number == 0), 1)
     if factor == 1:
         return Halving(plan=None, why="a micro-batch has one sample already")
-    mixes = next((name for part in parts for name, module in part.named_modules() if _mixes(module)), None)
+    mixes = next((name for part in parts for name, module in part.named_modules() if isinstance(module, _BatchNorm)), None)
     if mixes is not None:
         return Halving(plan=None, why=f"smaller micro-batches would change what the batch norm {mixes} computes")
     smaller = plan.with_(
@@ -55,10 +57,6 @@ def halved(plan: Plan, parts: Sequence[nn.Module]) -> Halving:
         notes=(*plan.notes, f"micro-batches of {plan.micro_batch} ran out of device memory"),
     )  # fmt: skip
     return Halving(plan=smaller)
-
-
-def _mixes(module: nn.Module) -> bool:
-    return isinstance(module, _MIXES_SAMPLES) and not isinstance(module, nn.modules.instancenorm._InstanceNorm)
 
 
 def gradients(run: TrainingRun, batches: list[Batch]) -> Tensor | None:
@@ -78,13 +76,37 @@ def gradients(run: TrainingRun, batches: list[Batch]) -> Tensor | None:
     gc.collect()
     if run.ranks.device.type == "cuda":
         torch.cuda.empty_cache()
-    run.plan = smaller.plan
+    first = run.first_sample(run.step)
+    whole = run.feed.at(first)[:1]
     run.feed.divide(smaller.plan.micro_batch, smaller.plan.accumulate)
     if run.held is not None:
         run.held.divide(smaller.plan.micro_batch, smaller.plan.accumulate)
+    pieces = run.feed.at(first)[: run.plan.micro_batch // smaller.plan.micro_batch]
+    if (off := _other_loss(run, whole, pieces)) is not None:
+        remedy = f"recompute, or a smaller micro-batch from the start: {off}"
+        failure = RunFailed(f"rank {run.ranks.rank} ran out of device memory: {why}", remedy)
+        run.salvage(failure)
+        raise failure
+    whole.clear()
+    run.plan = smaller.plan
     change_plan(run, smaller, why)
     run.seed(run.step)
-    return gradients(run, run.feed.at(run.first_sample(run.step)))
+    return gradients(run, run.feed.at(first))
+
+
+def _other_loss(run: TrainingRun, whole: list[Batch], pieces: list[Batch]) -> str | None:
+    """What is wrong where the loss of samples together is not the mean of theirs apart, as of pairs within a batch; None where it is, or
+    where not even the loss without gradients finds room."""
+    run.job.skips.begin()
+    try:
+        together, apart = float(run.job.evaluate(whole)), float(run.job.evaluate(pieces))
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        run.job.skips.abandon()  # a look leaves no trace in buffers
+    if abs(together - apart) <= _SAME_LOSS * abs(together):
+        return None
+    return f"a micro-batch has the loss {together:.4f}, and its pieces {apart:.4f} on average, so smaller ones would train otherwise"
 
 
 def change_plan(run: TrainingRun, smaller: Halving, why: str) -> None:
