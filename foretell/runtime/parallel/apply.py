@@ -307,17 +307,18 @@ def _other(problem: str) -> UserError:
 
 def apply(
     workload: Workload, plan: Plan, ranks: Ranks, *, learning_rate: float | None = None, backend: str = "inductor",
-    scratch: str | Path | None = None, start: AdapterFile | None = None,
+    scratch: str | Path | None = None, start: AdapterFile | None = None, adapted: bool = False,
 ) -> Job:  # fmt: skip
     """Turn a model into a job; the model is changed in place. `backend` is torch.compile's; `scratch` is a folder for what
-    the plan keeps on disk; `start` are adapters to begin with."""
+    the plan keeps on disk; `start` are adapters to begin with; `adapted` says that the plan's adapters are on the model already."""
     model = workload.model
     paths = find_blocks(model)
     check(plan, Facts(blocks=tuple(paths), world=ranks.world))
-    refuse_other_model(plan, shapes_of(model))
+    if not adapted:
+        refuse_other_model(plan, shapes_of(model))
     model.train()
     plan = lowered(model, plan, paths, ranks.device)
-    base = put_on(model, plan, start) if plan.adapters is not None else ""
+    base = put_on(model, plan, start) if plan.adapters is not None and not adapted else ""
     tables = names_of_tables(model) if plan.coded else ()
     if plan.precision == "bf16" and plan.adapters is None:
         prepare_precision(model, "bf16")
