@@ -40,6 +40,11 @@ class RunOptions:
     workers: int | None = option(None, "Processes that prepare your own samples; default 0.", metavar="N")
     bad_samples: int | None = option(None, "Of your own samples, how many on each rank may raise three times and are set aside, the next one in "
                                            "their place; default 0: the first ends the run.", metavar="N")  # fmt: skip
+    bad_steps: int | None = option(None, "How many of any 100 steps may have a loss or gradient that is not a number: they are undone and "
+                                         "their samples skipped; one more goes back to a checkpoint. Default 0: the first ends the run.",
+                                   metavar="N")  # fmt: skip
+    spike: float | None = option(None, "A loss or gradient norm X times the median of the last 100 steps is bad too; default: none is.",
+                                 metavar="X")  # fmt: skip
     scratch: str | None = option(None, "On a fast disk, for states and activations that the plan keeps on disk while it runs; default: the run "
                                        "folder.", metavar="FOLDER")  # fmt: skip
 
