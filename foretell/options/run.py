@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from foretell.options import words
 from foretell.options.describe import option
 
-SUPERVISED = ("max_restarts", "standby", "notice")
+SUPERVISED = ("max_restarts", "standby", "notice", "elastic", "ranks")
 """Options of `run` for whoever starts its ranks."""
 
 
@@ -54,6 +54,9 @@ class RunOptions:
                            negates=True)  # fmt: skip
     notice: tuple[str, ...] | None = option(None, "Save and leave when this file appears, or this address answers with a notice; with commas.",
                                             metavar="FILE|URL", typed=str, read=words.names)  # fmt: skip
+    elastic: bool = option(False, "With --max-restarts: go on with fewer ranks, under a new plan, when one is not back after all its restarts.")
+    ranks: str | None = option(None, "With --elastic: a file that says how many ranks there may be now, at most PLAN's; read about once "
+                                     "a second.", metavar="FILE")  # fmt: skip
     out: str | None = option(None, "The run folder; default runs/MODEL-DATE.", metavar="FOLDER")
     resume: bool = option(False, "Resume the run in --out exactly where it stopped; PLAN may use another layout.")
     device: str = option("auto", "Where to run.", metavar="auto|cpu|cuda")

@@ -317,7 +317,7 @@ def go_on(path: Path, plan: Plan, asked: dict[str, Any]) -> RunSettings:
     if not os.access(path, os.W_OK):
         raise UserError(f"the run folder {path} cannot be written", "make it writable, or copy it")
     stored = plans.read(path / PLAN)
-    _refuse_other_course(path, stored, plan)
+    refuse_other_course(path, stored, plan)
     before = read_settings(path)
     if before is None:
         raise FileFormatError(f"there is no {path / SETTINGS}", "start a new run")
@@ -342,7 +342,7 @@ def settle(path: Path, plan: Plan) -> None:
         write_atomically(path / PLAN, plans.text_of(plan))
 
 
-def _refuse_other_course(path: Path, stored: Plan, plan: Plan) -> None:
+def refuse_other_course(path: Path, stored: Plan, plan: Plan) -> None:
     """A run may go on under a plan that lays it out otherwise, not under one that computes something else."""
     free = {*_TOLD, *_LAYOUT, *(_SHARES if stored.global_batch == plan.global_batch else ())}
     unlike = [item.name for item in fields(Plan) if item.name not in free and _said(stored, item.name) != _said(plan, item.name)]
