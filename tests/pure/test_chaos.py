@@ -189,3 +189,26 @@ def test_every_fault_is_in_the_help_and_says_what_it_is() -> None:
 def test_no_plan_no_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chaos", str(tmp_path / "none.json")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_log_that_was_cut_is_no_step_after_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is cut to its checkpoint first; then there is a row of who goes on, and only then a step."""
+    trial = Trial(request(tmp_path), tmp_path)
+    trial.out.mkdir()
+    begin, again = {"event": "start", "step": 0, "time": 1.0}, {"event": "resume", "step": 1, "time": 2.0}
+    steps = [{"event": "step", "step": step, "loss": 0.5} for step in (1, 2, 3)]
+    states = [[begin, *steps], [begin, steps[0]], [begin, steps[0], again], [begin, steps[0], again, steps[1]]]
+    seen: list[bool] = []
+
+    def write(rows: list[dict[str, Any]]) -> None:
+        (trial.out / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def until(true: Any, _: str) -> None:
+        for rows in states:
+            write(rows)
+            seen.append(bool(true()))
+
+    write(states[0])
+    monkeypatch.setattr(trial, "until", until)
+    trial.trains_again()
+    assert seen == [False, False, False, True] and trial.again_from == 1

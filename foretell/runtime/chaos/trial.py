@@ -157,19 +157,24 @@ class Trial:
         os.kill(pid, number)
 
     def trains_again(self) -> None:
-        """Wait for the first step after the fault: the process that goes on writes its first rows."""
-        begun, lines = _begun(log(self.out)), len(log(self.out).splitlines())
+        """Wait for the first step after the fault. A log is cut to its checkpoint before whoever goes on says so in a row: only a
+        step after such a row that was not there before is one."""
+        before = self._last_begin()
 
         def again() -> bool:
             if self.named is None and (self.out / "faults.jsonl").exists():
                 self.named = time.monotonic() - self.at
-            text = log(self.out)
-            since = _begun(text) > begun or len(text.splitlines()) < lines
-            return since and '"event": "step"' in text.splitlines()[-1]
+            rows = rows_of(log(self.out))
+            place = max((number for number, row in enumerate(rows) if row.get("event") in ("resume", "start")), default=None)
+            return place is not None and rows[place] != before and any(row.get("event") == "step" for row in rows[place:])
 
         self.until(again, "train again")
         self.resumed = time.monotonic() - self.at
-        self.again_from = next((row["step"] for row in reversed(rows_of(log(self.out))) if row.get("event") in ("resume", "start")), None)
+        self.again_from = self._last_begin().get("step")
+
+    def _last_begin(self) -> dict[str, Any]:
+        """The row of whoever trains: each has its own time."""
+        return next((row for row in reversed(rows_of(log(self.out))) if row.get("event") in ("resume", "start")), {})
 
     def end(self) -> int:
         assert self.child is not None
@@ -223,10 +228,6 @@ def _tail(stream: IO[bytes]) -> bytes:
     stream.seek(max(0, size - _TAIL_BYTES))
     text = stream.read()
     return text if size <= _TAIL_BYTES else text.partition(b"\n")[2]
-
-
-def _begun(text: str) -> int:
-    return text.count('"event": "resume"') + text.count('"event": "start"')
 
 
 def marked(mark: str) -> Iterator[tuple[int, dict[str, str]]]:
