@@ -38,7 +38,7 @@ class Command:
 COMMANDS = {
     "fit": Command(where="fit.fit:fit", says="Does MODEL fit on HW? Exit 0 yes, 1 no."),
     "plan": Command(where="plan.plan:plan", says="The best plan to train MODEL on HW; show, export, eject, advise."),
-    "run": Command(where="run.run:run", says="Train as a plan says, and measure it; demo, box, supervise, ckpt."),
+    "run": Command(where="run.run:run", says="Train as a plan says, and measure it; demo, box, supervise, chaos, ckpt."),
     "watch": Command(where="run.watch:watch", says="Run your script as it is: predicted beside measured, why memory ran out."),
     "verify": Command(where="run.verify:verify", says="Does a plan compute what one process computes? Exit 0 yes, 1 no."),
     "compare": Command(where="compare:compare", reads=True, says="Predicted beside measured of a run, or two runs side by side; prove, diff."),
@@ -54,6 +54,7 @@ COMMANDS = {
     "run demo": Command(where="run.demo:demo", hidden=True),
     "run box": Command(where="run.box:box", hidden=True),
     "run supervise": Command(where="run.supervise:supervise", hidden=True),
+    "run chaos": Command(where="run.chaos:chaos", hidden=True),
     "run ckpt": Command(where="run.ckpt:", reads=True, hidden=True, says="Checkpoints: list, verify, show, convert, merge."),
     "compare prove": Command(where="zoo.prove:prove", hidden=True),
     "compare diff": Command(where="diff.diff:diff", hidden=True, more={"cls": "DiffCommand", "context_settings": "SETTINGS"}),

@@ -5,7 +5,8 @@
        show   demo                prove, diff                check, query, fuzz
      export    box
       eject   supervise
-     advise   ckpt
+     advise   chaos
+              ckpt
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ UNDER = {
     "demo": "run demo", "prove": "compare prove", "fuzz": "zoo fuzz",
 }  # fmt: skip
 """Old spelling → what it is called now; old ones work for one more version."""
-SHORT = {"diff": "compare diff", "supervise": "run supervise"}
+SHORT = {"diff": "compare diff", "supervise": "run supervise", "chaos": "run chaos"}
 """Short spelling → the command; both stay."""
 
 

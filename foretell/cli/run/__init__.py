@@ -1,1 +1,1 @@
-"""Commands that run something: run, verify, watch, box, demo, supervise, ckpt."""
+"""Commands that run something: run, verify, watch, box, demo, supervise, chaos, ckpt."""

@@ -1,0 +1,105 @@
+"""Goodput of a run folder: what it measured of steps, checkpoints and restarts, and the useful share that follows. No torch."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from foretell.report import words
+from foretell.runtime.train.folder import FAULTS, read_settings
+from foretell.simulate.goodput import RESTART_SECONDS, FailureCosts, Goodput, KnownSeconds, goodput, measured_costs
+from foretell.units import human_seconds
+
+LEAST_STEPS = 20
+"""Fewer say nothing of a pace."""
+_LOG = "log.jsonl"
+
+
+def of_run(folder: Path, mtbf: float | None = None) -> Goodput | None:
+    """For failures every `mtbf` seconds, by default what the run was told; None where it was told nothing, or measured no checkpoint."""
+    settings = read_settings(folder)
+    wanted = mtbf if mtbf is not None else settings.mtbf if settings is not None else None
+    found = figures(folder)
+    if wanted is None or not {"step", "checkpoint", "written"} <= found.keys():
+        return None
+    usual = KnownSeconds(seconds=RESTART_SECONDS["cpu"], how="assumed", why="this run was not restarted; measured on CPUs")
+    nothing = KnownSeconds(seconds=0.0, how="assumed")
+    costs = measured_costs(found, FailureCosts(step=None, checkpoint=nothing, written=nothing, restart=usual))
+    every = settings.save_every * found["step"][0] if settings is not None and settings.save_every else None
+    return goodput(costs, wanted, every)
+
+
+def figures(folder: Path) -> dict[str, tuple[float, int]]:
+    """What a run measured: step, checkpoint, written, restart → seconds, and of how many."""
+    rows = list(_rows(folder / _LOG))
+    steps = [row for row in rows if row.get("event") == "step" and _is_time(row.get("seconds")) and type(row.get("step")) is int]
+    done = [row for row in rows if row.get("event") == "save" and row.get("bytes") and type(row.get("step")) is int]
+    saves = [row for row in done if _is_time(row.get("seconds")) and _is_time(row.get("stall_seconds"))]
+    found: dict[str, tuple[float, int]] = {}
+    took = {row["step"]: float(row["seconds"]) for row in steps}
+    beside = [_beside(took, row) for row in saves]
+    plain = sorted(set(took) - {step for some in beside for step in some})
+    if len(plain) >= LEAST_STEPS:
+        pace = statistics.median(took[step] for step in plain)
+        found["step"] = pace, len(plain)
+        slower = [sum(took[step] for step in some) - len(some) * pace for some in beside if some]
+        if slower:  # training waits for a copy, and steps beside a save share cores and memory with it
+            found["checkpoint"] = max(statistics.median(row["stall_seconds"] for row in saves), statistics.fmean(slower)), len(saves)
+    if saves:
+        found["written"] = statistics.median(row["seconds"] for row in saves), len(saves)
+    again = [float(row["seconds"]) for row in _rows(folder / FAULTS) if row.get("event") == "restarted" and _is_time(row.get("seconds"))]
+    if again:
+        found["restart"] = statistics.median(again), len(again)
+    return found
+
+
+def _beside(took: Mapping[int, float], save: Mapping[str, Any]) -> list[int]:
+    """Steps after a save until it is done."""
+    found, left, step = [], float(save["seconds"]), save["step"] + 1
+    while left > 0 and step in took:
+        found.append(step)
+        left -= took[step]
+        step += 1
+    return found
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < 1e9
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Those that are whole."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict):
+            yield row
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+
+
+def pieces(found: Mapping[str, Any]) -> list[str]:
+    """`95.3 % of the time is useful at a failure every 4 h`, and what the rest is; from `Goodput.to_json`."""
+    steps = f" ({found['interval_steps']:,} steps)" if found.get("interval_steps") else ""
+    return [
+        f"{100 * found['share']:.1f} % useful at a failure every {human_seconds(found['mtbf_seconds'])}",
+        f"checkpoints {100 * found['checkpoints']:.1f} %", f"done again {100 * found['again']:.1f} %", f"restarts {100 * found['restarts']:.1f} %",
+        f"a checkpoint every {human_seconds(found['interval_seconds'])}{steps}",
+    ]  # fmt: skip
+
+
+def sources(found: Mapping[str, Any]) -> list[str]:
+    """How each of its inputs is known."""
+    names = {"checkpoint": "checkpoint", "written": "written after", "restart": "restart"}
+    return [f"{said} {words.seconds(one['seconds'])} {one['how']}" + (f" ({one['why']})" if one["why"] else "")
+            for name, said in names.items() if (one := found["costs"][name])]  # fmt: skip
