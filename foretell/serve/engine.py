@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from foretell.errors import UserError
 from foretell.serve.runner import Runner
 from foretell.serve.sampling import Sampling, Token
 from foretell.simulate.serving.pages import Pages
@@ -52,6 +53,8 @@ class Engine:
         self.runner = Runner(model, pages, size, check=check)
         self.scheduler = Scheduler(Pages(pages, size), limits)
         self.share = share
+        self.longest = min(self.scheduler.longest, self.runner.context)
+        """Tokens of a request, prompt and answer, at most."""
         self._numbers = itertools.count()
         self._under_way: dict[Scheduled, Generation] = {}
 
@@ -61,6 +64,11 @@ class Engine:
 
     def submit(self, prompt: Sequence[int], how: Sampling, salt: str = "") -> Generation:
         """A request; refused where it could never be finished. Prompts of one salt share pages of what they begin with."""
+        if any(not 0 <= one < self.runner.words for one in prompt):
+            raise UserError(f"a prompt has token {max(prompt, key=abs)}, and the model has {self.runner.words}", "tokens of its own vocabulary")
+        if len(prompt) + how.most > self.longest:
+            room = f"at most {self.longest - how.most} tokens of prompt" if how.most < self.longest else f"fewer than {self.longest} tokens of answer"
+            raise UserError(f"{len(prompt)} tokens of prompt and {how.most} of answer, and there is room for {self.longest}", room)
         number = next(self._numbers)
         scheduled = Scheduled(number, len(prompt), how.most)
         made = Generation(number, tuple(prompt), how, scheduled)

@@ -92,6 +92,7 @@ class Runner:
         self.model = model.eval()
         first = next(model.parameters())
         self.device, self.dtype = first.device, first.dtype
+        self.words, self.context = _words(model), _context(model)
         self.packed = Packed(model)
         self.layers = layers_of(self.packed, self.device)
         self.pool = Pool(self.layers, pages, size, self.dtype, self.device)
@@ -122,14 +123,14 @@ class Runner:
         from foretell.simulate.serving.scheduler import Row
         from foretell.simulate.serving.scheduler import Sequence as Asked
 
-        words = _words(self.model)
+        words = self.words
         count = min(PROBE_TOKENS, self.pool.keys[0].shape[0])
         prompt = [(7 * place + 3) % words for place in range(count)]
         one = Asked(0, count, 1, pages=Pages(self.pool.keys[0].shape[0] // self.pool.size, self.pool.size).take(-(-count // self.pool.size)))
-        half = max(1, count // 2)
-        if half < count:
+        half = count // 2
+        if half:
             self._logits((Row(one, 0, half),), [prompt[:half]])
-        ours = self._logits((Row(one, half if half < count else 0, count - half if half < count else count),), [prompt[half:] if half < count else prompt])
+        ours = self._logits((Row(one, half, count - half),), [prompt[half:]])
         self.packed.release()
         with torch.no_grad():
             output: Any = self.model(torch.tensor([prompt], device=self.device))
@@ -137,7 +138,8 @@ class Runner:
         own = own[0, -1]
         off = float((ours[-1].float() - own.float()).abs().max() / own.float().abs().max().clamp_min(1e-6))
         if not off <= AGREES.get(self.dtype, 1e-3):
-            raise ModelError(f"{type(self.model).__name__} by pages is {off:.1%} off its own forward: its attention does more than pages know", REMEDY)
+            name = type(self.model).__name__
+            raise ModelError(f"{name} by pages is {off:.1%} off its own forward: its attention does more than pages know", REMEDY)
 
 
 def _words(model: nn.Module) -> int:
@@ -146,3 +148,9 @@ def _words(model: nn.Module) -> int:
     if table is None:
         table = next((one for one in model.modules() if isinstance(one, nn.Embedding)), None)
     return int(table.weight.shape[0]) if table is not None else 2
+
+
+def _context(model: nn.Module) -> int:
+    """Tokens of a sequence that a model's positions allow."""
+    found = getattr(getattr(model, "config", None), "max_position_embeddings", None) or getattr(model, "context", None)
+    return int(found) if isinstance(found, int) else 2**31

@@ -163,7 +163,8 @@ def _recorded(path: Path) -> Load:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}", EXAMPLE) from error
     try:
-        rows = [json.loads(line) for line in text.splitlines() if line.strip()] if path.suffix == ".jsonl" else list(csv.DictReader(text.splitlines()))
+        lines = [line for line in text.splitlines() if line.strip()]
+        rows = [json.loads(line) for line in lines] if path.suffix == ".jsonl" else list(csv.DictReader(lines))
     except (ValueError, csv.Error) as error:
         raise UserError(f"{path} is no {path.suffix[1:]}: {error}", EXAMPLE) from error
     found: list[Request] = []

@@ -82,7 +82,7 @@ class _Causal(TorchFunctionMode):
         how = How(self.layer, scale if scale is not None else query.shape[-1] ** -0.5)
         self.layer += 1
         found = self.attend(how, *(asked[name][0].transpose(0, 1) for name in ("query", "key", "value")))
-        return found.transpose(0, 1)[None]
+        return found[None].transpose(1, 2)  # which the model turns back to what it was: one row after another
 
 
 def _spelled(
