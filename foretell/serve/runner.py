@@ -114,8 +114,8 @@ class Runner:
             last += row.count
             if row.samples:
                 keep.append(last)
-        given = (torch.tensor(one, device=self.device) for one in (flat, positions, keep or [last]))
-        return self.packed(*given, _Rows(self.pool, step, self.device))
+        given, places, kept = (torch.tensor(one, device=self.device) for one in (flat, positions, keep or [last]))
+        return self.packed(given, places, kept, _Rows(self.pool, step, self.device))
 
     def _agrees(self) -> None:
         """Pages give what the model's own forward gives, for one short prompt in two chunks; refused where they do not."""

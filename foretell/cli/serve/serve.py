@@ -38,11 +38,11 @@ def serve(
     _check(pages=pages, page=size, running=running, tokens=tokens, queue=queue)
     if not 0 <= port < 65536:
         raise UserError(f"port {port}", "0 to 65535; 0 is any that is free")
-    from foretell.cli.options import overrides_of
+    from foretell.options import words
     from foretell.serve.start import Setup, started
 
     asked = Setup(
-        model=model, overrides=overrides_of(override), weights=weights, tokenizer=tokenizer, device=device, dtype=dtype, pages=pages, size=size,
+        model=model, overrides=words.overrides(override), weights=weights, tokenizer=tokenizer, device=device, dtype=dtype, pages=pages, size=size,
         running=running, tokens=tokens, share=share, queue=queue, seed=seed,
     )  # fmt: skip
     with common.progress(f"building {model}"):

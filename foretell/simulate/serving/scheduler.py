@@ -57,7 +57,7 @@ class Row(NamedTuple):
     sequence: Sequence
     start: int
     """The first of them."""
-    count: int
+    count: int  # type: ignore[assignment]  # and not how often something is in the row
 
     @property
     def samples(self) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,8 @@ class Attend(Protocol):
 
 _attending: list[Attend] = []
 """Whose turn it is; the last."""
+_own: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""What a model that is taken over called its attention by."""
 
 
 def _by_name(
@@ -53,6 +56,8 @@ def _by_name(
     dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None, **more: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """As transformers calls attention that it knows by name: (1, heads, tokens, size) in, (1, tokens, heads, size) out."""
+    if not _attending:
+        raise ModelError("a model that an engine holds was called", "close the engine first: its attention is the model's own again then")
     strange = sorted(name for name in ("s_aux", "position_bias", "alibi") if more.get(name) is not None)
     if strange or mask is not None or not getattr(module, "is_causal", True):
         why = f"with {', '.join(strange)}" if strange else "with a mask of its own" if mask is not None else "that is not causal"
@@ -99,7 +104,6 @@ class Packed:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._before: Any = None
         taken = inspect.signature(model.forward).parameters
         self.named = hasattr(model, "set_attn_implementation") and "position_ids" in taken
         self.keeps = "logits_to_keep" in taken if self.named else "keep" in taken
@@ -136,15 +140,15 @@ class Packed:
         return logits[0] if self.keeps else logits[0].index_select(0, keep)
 
     def _take_over(self) -> None:
-        if self._before is None:
-            self._before = self.model.config._attn_implementation
+        own = self.model.config._attn_implementation
+        if own != NAME:  # each time: another engine of the same model may have released it
+            _own[self.model] = own
             self.model.set_attn_implementation(NAME)  # type: ignore[operator]
 
     def release(self) -> None:
-        """The model calls its own attention again."""
-        if self._before is not None:
-            self.model.set_attn_implementation(self._before)  # type: ignore[operator]
-            self._before = None
+        """The model calls its own attention again, until the next step."""
+        if self.named and self.model.config._attn_implementation == NAME:
+            self.model.set_attn_implementation(_own[self.model])  # type: ignore[operator]
 
 
 def _register() -> None:
