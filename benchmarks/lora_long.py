@@ -31,7 +31,9 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent)]
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+import packed  # noqa: E402
+
 PREDICTED, ROWS = HERE / "data" / "lora_long_predicted.json", HERE / "results" / "lora_long.jsonl"
 CAP, RANK, HARDWARE, STEPS = 24 * 10**9, 32, "H200", 2
 HOST = 64 * 2**30
@@ -39,7 +41,8 @@ HOST = 64 * 2**30
 AIM, UNDER, OVER = 40_000, 0.97, 1.05
 GRAIN = 64
 """Lengths are multiples of this."""
-TINY = {"layers": 2, "dim": 64, "heads": 4, "kv_heads": 2, "ffn": 160, "vocab_size": 512, "context": 4096}
+TINY = {"layers": 2, "dim": 256, "heads": 4, "kv_heads": 2, "ffn": 640, "vocab_size": 512, "context": 4096}
+"""Wide enough that what a block keeps of 2,048 tokens is worth moving."""
 SPEED_SEQ, BATCHES = 2048, (2, 1)
 ROUNDS, ROUND_STEPS = 4, 5
 
@@ -56,7 +59,7 @@ def predict(tiny: bool) -> dict[str, Any]:
     from foretell import api
     from foretell.plan import file
 
-    cap, aim, seq = (CAP, AIM, SPEED_SEQ) if not tiny else (2 * 10**9, 1024, 64)
+    cap, aim, seq = (CAP, AIM, SPEED_SEQ) if not tiny else (2 * 10**9, 2048, 64)
     began = time.monotonic()
     answer = api.plan(**settings(tiny), hbm=cap, host=HOST, seq=aim, base=("nf4",), global_batch=1, compile="none" if tiny else None)
     print(f"{answer.headline()} ({time.monotonic() - began:.0f} s)", flush=True)
@@ -126,34 +129,6 @@ def need(plan: Any, length: int, cap: int) -> dict[str, Any]:
 # ---------------------------------------------------------------------- measured: the limit
 
 
-def packed_model(plan: Any, device: Any) -> Any:
-    """The model of a plan with its adapters over an NF4 base, random, made on the device without a copy elsewhere."""
-    import torch
-
-    from foretell.plan.recipe import source_of
-    from foretell.trace.load.model import load
-    from foretell.trace.record.step import prepare_weights
-
-    with torch.device("meta"):
-        workload = load(source_of(plan))
-    model = workload.model
-    prepare_weights(model, "bf16", plan.adapters, tuple(plan.base.items()))
-    model.to_empty(device=device)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("base_codes"):
-                parameter.random_(0, 256)
-            elif name.endswith("base_scales"):
-                parameter.view(torch.float32).fill_(0.04)
-            elif name.endswith("lora_A"):
-                torch.nn.init.kaiming_uniform_(parameter, a=5**0.5)
-            elif parameter.dim() == 2:
-                parameter.zero_() if name.endswith("lora_B") else parameter.normal_(std=0.02)
-            else:
-                parameter.fill_(1.0)
-    return replace(workload, model=model)
-
-
 def tokens(vocabulary: int, batch: int, seq: int, device: Any) -> dict[str, Any]:
     import torch
 
@@ -166,49 +141,36 @@ def one_length(length: int, known: dict[str, Any], steps: int) -> dict[str, Any]
     import torch
 
     from foretell.plan import file
-    from foretell.runtime.offload import saved
-    from foretell.runtime.parallel import apply as module
+    from foretell.runtime.parallel.apply import apply
     from foretell.runtime.parallel.ranks import start
 
     began, cuda = time.perf_counter(), torch.cuda.is_available()
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     plan = file.from_json(known["plan"])
-    plan = plan.with_(model={name: value for name, value in {**plan.model, "seq": length}.items() if name not in ("shapes", "digest")})
+    plan = plan.with_(model={**plan.model, "seq": length})
     said = known["lengths"][str(length)]
     row = {"kind": "limit", "length": length, "limit": known["limit"], "cap": known["cap"], "sealed": known["date"], **_about(), "predicted": said}
-    saved.LEAST = 4096 if not cuda else saved.LEAST
     if cuda:
-        torch.cuda.set_per_process_memory_fraction(said["room"] / torch.cuda.get_device_properties(0).total_memory)
-    module.put_on = lambda *_: ""  # the adapters are on it already
-    workload = packed_model(plan, device)
+        packed.limit_reserved(said["room"])
+    workload = packed.packed_model(plan, device)
     if cuda:
         torch.cuda.synchronize()
     built, resident = time.perf_counter() - began, torch.cuda.memory_allocated() if cuda else 0
     batch = tokens(workload.model.vocab_size, 1, length, "cpu")
-    seconds: list[float] = []
-    losses: list[float] = []
+    taken: list[tuple[float, float]] = []
     error, job = "", None
     try:
-        job = module.apply(replace(workload, batch=batch), plan, start(plan), learning_rate=1e-4)
-        for _ in range(steps):
-            at = time.perf_counter()
-            losses.append(job.train_step([batch]).loss.item())
-            if cuda:
-                torch.cuda.synchronize()
-            seconds.append(round(time.perf_counter() - at, 3))
-            print(f"  step {len(seconds)} of {length} tokens: {seconds[-1]} s, loss {losses[-1]:.4f}", flush=True)
+        job = apply(replace(workload, batch=batch), plan, start(plan), learning_rate=1e-4, adapted=True)
+        taken.extend(packed.timed(job, [batch], steps, f"{length} tokens"))
     except torch.OutOfMemoryError as problem:
         error = str(problem)[:200]
-    about = torch.cuda.memory_stats() if cuda else {}
-    free, whole = torch.cuda.mem_get_info() if cuda else (0, 0)
+    found = packed.peaks(job)
     measured = {
-        "resident": resident, "allocated": about.get("allocated_bytes.all.peak", 0), "reserved": about.get("reserved_bytes.all.peak", 0),
-        "retries": about.get("num_alloc_retries", 0), "device": whole - free, "seconds": seconds, "losses": losses,
-        "arena": job.away.hosts.needed if job is not None and job.away is not None else 0,
-        "moved": list(job.away.moved) if job is not None and job.away is not None else [],
-        "built": round(built, 1), "whole": round(time.perf_counter() - began, 1),
+        "resident": resident, "allocated": found["allocated_bytes"], "reserved": found["reserved_bytes"], "retries": found["retries"],
+        "device": found["device_bytes"], "seconds": [each for each, _ in taken], "losses": [loss for _, loss in taken],
+        "arena": found["host_bytes"], "moved": found["moved"], "built": round(built, 1), "whole": round(time.perf_counter() - began, 1),
     }  # fmt: skip
-    return {**row, "done": len(seconds) == steps, "error": error, "measured": measured}
+    return {**row, "done": len(taken) == steps, "error": error, "measured": measured}
 
 
 def _about() -> dict[str, Any]:

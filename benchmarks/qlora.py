@@ -56,8 +56,8 @@ def predict(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def measure(name: str, known: dict[str, Any], steps: int) -> dict[str, Any]:
-    """One case, as planned, in this process."""
+def measure(name: str, known: dict[str, Any], steps: int, keep: str) -> dict[str, Any]:
+    """One case, as planned, in this process. One batch is enough for the evaluation at the end: steps are measured."""
     import torch
 
     from foretell import api
@@ -72,7 +72,7 @@ def measure(name: str, known: dict[str, Any], steps: int) -> dict[str, Any]:
            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"}  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         try:
-            answer = api.run(plan, out=os.path.join(folder, "run"), steps=steps, no_save=True)
+            answer = api.run(plan, out=os.path.join(keep or folder, "run"), steps=steps, eval_batches=1, no_save=True)
         except Exception as error:
             return {**row, "done": False, "error": f"{type(error).__name__}: {error}"[:300]}
     found = answer.measurement or {}
@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--only", default="", help="cases that have this in their name")
+    parser.add_argument("--keep", default="", metavar="FOLDER", help="keep the run of one case there, with its log")
     options = parser.parse_args()
     place = Path(tempfile.gettempdir()) / "qlora_small.json" if options.small else PREDICTED
     if options.what == "predict":
@@ -97,7 +98,7 @@ def main() -> None:
     for name, known in json.loads(place.read_text()).items():
         if options.only not in name:
             continue
-        row = {"done": False, "error": known["why"]} if known["plan"] is None else measure(name, known, options.steps)
+        row = {"done": False, "error": known["why"]} if known["plan"] is None else measure(name, known, options.steps, options.keep)
         print(json.dumps(row), flush=True)
         if not options.small:
             with ROWS.open("a") as rows:

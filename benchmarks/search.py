@@ -3,6 +3,7 @@
     python benchmarks/search.py                  every case in a process of its own; appends rows to results/search.jsonl
     python benchmarks/search.py --case 70b       one of them
     python benchmarks/search.py --published      Megatron's and TorchTitan's models, on their hardware, with their batch
+    python benchmarks/search.py --composition    the quick costs of the plans found beside the full path's, minutes a case
     python benchmarks/search.py --dry            print, append nothing
 
 Seconds are those of `search.solve.find.find`, imports excluded and traces read from disk, as are costs that the run before has kept;
@@ -74,6 +75,48 @@ def measure(name: str) -> dict[str, Any]:
         "best": told(found.best.point.layout), "step_seconds": round(found.best.point.seconds, 4),
         "exact": found.best.cost is not None,
     }  # fmt: skip
+
+
+# ---------------------------------------------------------------------- quick costs beside the full path
+
+COMPARED = 3
+"""Plans of a case, unlike in mesh, schedule or residency, the fastest first."""
+
+
+def composition(name: str) -> dict[str, Any]:
+    """The plans that a search finds by quick costs, costed op by op as well: seconds, and bytes of the fullest device."""
+    from foretell.hardware import parse
+    from foretell.hardware.lookup import find_profile
+    from foretell.search.solve.explain import told
+    from foretell.search.solve.find import Finder
+    from foretell.search.solve.question import ask
+    from foretell.search.space.constraints import SearchConstraints
+    from foretell.simulate.plan import Options
+    from foretell.trace.load.model import Source
+
+    model, seq, hardware, batch, _ = CASES[name]
+    wishes = SearchConstraints(global_batch=batch)
+    question = ask(Source(model=model, seq=seq), parse(hardware), hardware, wishes, options=Options(profile_of=find_profile))
+    finder = question.into(Finder, exact=False)
+    answer = finder.answer(what_if=False, patience=float("inf"))
+    assert answer.best is not None, "the cases fit"
+    unlike = {}
+    for one in (answer.best, *answer.runners_up, *answer.front):
+        layout = one.point.layout
+        unlike.setdefault((layout.mesh, layout.schedule, frozenset(layout.modes)), one)
+    finder.exact, rows = True, []
+    for one in list(unlike.values())[:COMPARED]:
+        full = finder.costed(replace(one, why=""), always=True)
+        row: dict[str, Any] = {"plan": told(one.point.layout), "seconds": one.point.seconds, "bytes": one.point.memory_bytes}
+        if full.cost is None or full.cost.time is None:
+            rows.append({**row, "not_costed": full.why})
+            continue
+        exact = full.cost.time.step_seconds, full.cost.worst.memory.device_bytes
+        row |= {"full_seconds": exact[0], "full_bytes": exact[1]}
+        row |= {"seconds_off": round(row["seconds"] / exact[0] - 1, 4), "bytes_off": round(row["bytes"] / exact[1] - 1, 4)}
+        rows.append(row)
+    finder.keep_costs()
+    return {"composition": name, "model": Path(model).name, "on": hardware, "plans": rows}
 
 
 # ---------------------------------------------------------------------- published
@@ -211,19 +254,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=[*CASES])
     parser.add_argument("--published", action="store_true")
+    parser.add_argument("--composition", action="store_true")
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.inside:
-        print(json.dumps(measure(asked.inside)))
+        print(json.dumps(composition(asked.inside) if asked.composition else measure(asked.inside)))
         return 0
     frame = {"date": time.strftime("%Y-%m-%d"), "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
     rows = [{"published": True, **row} for row in published()] if asked.published else []
     for name in [] if asked.published else [asked.case] if asked.case else CASES:
-        command = [sys.executable, __file__, "--inside", name]
+        command = [sys.executable, __file__, "--inside", name, *(["--composition"] if asked.composition else [])]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         rows.append(json.loads(done.stdout.splitlines()[-1]))
         row = rows[-1]
+        if asked.composition:
+            for one in row["plans"]:
+                print(f"{name}: {one['plan']}: {one.get('seconds_off')} of seconds, {one.get('bytes_off')} of bytes {one.get('not_costed', '')}")
+            continue
         fine = "within" if row["seconds"] <= row["bar_seconds"] else "ABOVE"
         print(f"{name}: {row['seconds']} s, {fine} {row['bar_seconds']} s; {row['costed']} of {row['layouts']} layouts; {row['best']}")
     if not asked.dry:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from foretell.options import words
 from foretell.options.describe import option
 
-SUPERVISED = ("max_restarts", "standby", "notice")
+SUPERVISED = ("max_restarts", "standby", "notice", "elastic", "ranks")
 """Options of `run` for whoever starts its ranks."""
 
 
@@ -40,6 +40,11 @@ class RunOptions:
     workers: int | None = option(None, "Processes that prepare your own samples; default 0.", metavar="N")
     bad_samples: int | None = option(None, "Of your own samples, how many on each rank may raise three times and are set aside, the next one in "
                                            "their place; default 0: the first ends the run.", metavar="N")  # fmt: skip
+    bad_steps: int | None = option(None, "How many of any 100 steps may have a loss or gradient that is not a number: they are undone and "
+                                         "their samples skipped; one more goes back to a checkpoint. Default 0: the first ends the run.",
+                                   metavar="N")  # fmt: skip
+    spike: float | None = option(None, "A loss or gradient norm X times the median of the last 100 steps is bad too; default: none is.",
+                                 metavar="X")  # fmt: skip
     scratch: str | None = option(None, "On a fast disk, for states and activations that the plan keeps on disk while it runs; default: the run "
                                        "folder.", metavar="FOLDER")  # fmt: skip
 
@@ -49,6 +54,9 @@ class RunOptions:
                            negates=True)  # fmt: skip
     notice: tuple[str, ...] | None = option(None, "Save and leave when this file appears, or this address answers with a notice; with commas.",
                                             metavar="FILE|URL", typed=str, read=words.names)  # fmt: skip
+    elastic: bool = option(False, "With --max-restarts: go on with fewer ranks, under a new plan, when one is not back after all its restarts.")
+    ranks: str | None = option(None, "With --elastic: a file that says how many ranks there may be now, at most PLAN's; read about once "
+                                     "a second.", metavar="FILE")  # fmt: skip
     out: str | None = option(None, "The run folder; default runs/MODEL-DATE.", metavar="FOLDER")
     resume: bool = option(False, "Resume the run in --out exactly where it stopped; PLAN may use another layout.")
     device: str = option("auto", "Where to run.", metavar="auto|cpu|cuda")

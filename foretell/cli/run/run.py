@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from foretell.plan.types import Plan
     from foretell.report.comparison import Comparison
     from foretell.runtime.process.signals import Signals
+    from foretell.runtime.process.supervise.elastic import Elastic
     from foretell.runtime.process.supervise.keep import Supervision
     from foretell.runtime.train.outcome import RunOutcome
     from foretell.search.profiles.learn import Taught
@@ -82,7 +84,28 @@ def _supervision(wished: RunOptions) -> Supervision:
 
     if wished.max_restarts < 0:
         raise UserError(f"--max-restarts must not be negative, got {wished.max_restarts}", "give --max-restarts 0 or more")
-    return Supervision(restarts=wished.max_restarts, standby=wished.standby, notices=wished.notice or ())
+    if wished.ranks is not None and not wished.elastic:
+        raise UserError("--ranks says with how many ranks a run goes on, and it may not change them", "give --elastic too")
+    if wished.elastic and not wished.max_restarts:
+        raise UserError("--elastic goes on without a rank whose restarts are used up, and there are none", "give --max-restarts N too")
+    if wished.elastic and wished.no_save:
+        raise UserError("--elastic goes on from checkpoints, and --no-save has none", "leave out --no-save")
+    return Supervision(
+        restarts=wished.max_restarts, standby=wished.standby, notices=wished.notice or (), elastic=wished.elastic,
+        ranks=Path(wished.ranks) if wished.ranks is not None else None,
+    )  # fmt: skip
+
+
+def _elastic(plan: Plan, out: Path, how: Supervision) -> Elastic | None:
+    """What knows plans for other numbers of ranks."""
+    from foretell.runtime.process.supervise.elastic import Elastic
+
+    def plan_for(plan: Plan, ranks: Sequence[int]) -> Plan:
+        from foretell.search.other_ranks import plan_for
+
+        return plan_for(plan, ranks)
+
+    return Elastic(plan, plan_for, out, _say, how.ranks) if how.elastic else None
 
 
 def _noticing(how: Supervision) -> contextlib.AbstractContextManager[object]:
@@ -144,7 +167,7 @@ def _launch(
     words = [*common.typed(), *([] if given else ["--out", str(out)])]
     if how.restarts and not asked.get("no_save") and not (asked.get("save_every") or asked.get("mtbf") or resume):
         _say("no checkpoint is saved on the way: a restart begins at the first step; --save-every N or --mtbf TIME saves some")
-    ended = Keeper(words, plan.mesh.world, out, how=how, say=_say).run()
+    ended = Keeper(words, plan.mesh.world, out, how=how, say=_say, elastic=_elastic(plan, out, how)).run()
     if ended.problem:
         more = "" if how.restarts or not ended.fault else "--max-restarts 3 restarts a run that ends so"
         hint = "; ".join(filter(None, [ended.remedy, _last_words(out), more]))

@@ -146,9 +146,9 @@ class Feed:
         self.first += self.share.step
         return made
 
-    def at(self, first: int) -> list[Batch]:
-        """The same for the step that begins with sample `first`, wherever we are."""
-        indices, epochs = self.places(first)
+    def at(self, first: int, rank: int | None = None) -> list[Batch]:
+        """The same for the step that begins with sample `first`, wherever we are; of another data rank where one is named."""
+        indices, epochs = self.places(first, rank)
         if not getattr(self.samples, "in_rows", False):
             made = [self._moved(self.samples.take(*row)) for row in zip(indices, epochs, strict=True)]
             if isinstance(self.samples, Own):
@@ -159,9 +159,9 @@ class Feed:
         size = self.share.micro_batch
         return [pytree.tree_map(lambda t, at=at: t[at : at + size], whole) for at in range(0, indices.size, size)]
 
-    def places(self, first: int) -> tuple[np.ndarray, np.ndarray]:
+    def places(self, first: int, rank: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Index and epoch of every sample of a step, a row for every micro-batch."""
-        numbers = self.share.numbers(first)
+        numbers = (self.share if rank is None else replace(self.share, rank=rank)).numbers(first)
         count = self.samples.count
         if count is None:
             return numbers, np.zeros_like(numbers)
@@ -194,6 +194,12 @@ class Feed:
     def seek(self, state: Mapping[str, int]) -> None:
         """Go on where `state` was said."""
         self.first = int(state["epoch"]) * (self.samples.count or 0) + int(state["position"])
+
+    def go_to(self, first: int) -> None:
+        """The next step begins with that sample."""
+        self.first = first
+        if self.loader is not None:
+            self.loader.forget()
 
     def _moved(self, batch: Batch) -> Batch:
         def move(value: Any) -> Any:

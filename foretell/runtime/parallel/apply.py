@@ -139,11 +139,9 @@ class Job:
 
     def update(self, loss: Tensor | None) -> StepResult:
         """The second half: clip, update, forget the gradients. What all ranks must know goes round in one sum."""
-        normed = self.plan.clip is not None or self.scaler is not None
-        squares = clip.squares(self._parameters, self._weights, self._known()) if normed else None
-        mean, total = self._sum(loss, squares, self.plan.together)
-        norm = total.sqrt() if normed else None
-        skip = self.skips.skip(mean + total) if self.scaler is None else self.scaler.skip(self.skips, mean, total)
+        mean, total, norm = self._numbers(loss)
+        seen = mean if self.skips.limits is None else mean + self.skips.excess(mean, self._true(norm))
+        skip = self.skips.skip(seen + total) if self.scaler is None else self.scaler.skip(self.skips, seen, total)
         self.changing = True
         if self.moved is not None:
             factor = clip.factor(norm, self.plan.clip) if norm is not None and self.plan.clip is not None else None
@@ -163,6 +161,24 @@ class Job:
         scale = self.scaler.scale.clone()
         self.scaler.settle(skip, self.skips.tripped)
         return StepResult(mean, norm, scale)
+
+    def look(self, loss: Tensor | None) -> StepResult:
+        """What a step gave, after its backward; nothing is updated, and the step leaves no trace."""
+        mean, _, norm = self._numbers(loss)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.skips.undo(1)
+        return StepResult(mean, self._true(norm))
+
+    def _true(self, norm: Tensor | None) -> Tensor | None:
+        """A norm as it is without the scale of the loss."""
+        return norm if norm is None or self.scaler is None else self.scaler.down(norm)
+
+    def _numbers(self, loss: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The mean loss, the squared norm of the gradient where it is asked for (else 0), and the norm."""
+        normed = self.plan.clip is not None or self.scaler is not None or self.skips.watches
+        squares = clip.squares(self._parameters, self._weights, self._known()) if normed else None
+        mean, total = self._sum(loss, squares, self.plan.together)
+        return mean, total, total.sqrt() if normed else None
 
     def _unscale(self, norm: Tensor) -> Tensor:
         """Clip gradients and take the scale out of them at once; returns their true norm."""
@@ -307,17 +323,18 @@ def _other(problem: str) -> UserError:
 
 def apply(
     workload: Workload, plan: Plan, ranks: Ranks, *, learning_rate: float | None = None, backend: str = "inductor",
-    scratch: str | Path | None = None, start: AdapterFile | None = None,
+    scratch: str | Path | None = None, start: AdapterFile | None = None, adapted: bool = False,
 ) -> Job:  # fmt: skip
     """Turn a model into a job; the model is changed in place. `backend` is torch.compile's; `scratch` is a folder for what
-    the plan keeps on disk; `start` are adapters to begin with."""
+    the plan keeps on disk; `start` are adapters to begin with; `adapted` says that the plan's adapters are on the model already."""
     model = workload.model
     paths = find_blocks(model)
     check(plan, Facts(blocks=tuple(paths), world=ranks.world))
-    refuse_other_model(plan, shapes_of(model))
+    if not adapted:
+        refuse_other_model(plan, shapes_of(model))
     model.train()
     plan = lowered(model, plan, paths, ranks.device)
-    base = put_on(model, plan, start) if plan.adapters is not None else ""
+    base = put_on(model, plan, start) if plan.adapters is not None and not adapted else ""
     tables = names_of_tables(model) if plan.coded else ()
     if plan.precision == "bf16" and plan.adapters is None:
         prepare_precision(model, "bf16")

@@ -179,6 +179,11 @@ class Launcher:
         _end(self.children)
         self.guardian.close()
 
+    def leave(self) -> None:
+        """Ask the ranks to save and leave; nobody has asked the run to stop."""
+        for child in self.children:
+            _send(child, signal.SIGUSR1)
+
     def attempt(self, words: Sequence[str]) -> RunEnded:
         """Start them all, and wait until none is left."""
         outlook = _Outlook(self.world, self.limits, self.say, self.told, self.beat)

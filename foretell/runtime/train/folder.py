@@ -44,7 +44,8 @@ FAULTS = "faults.jsonl"
 RATES = {"adam": 3e-4, "adamw": 3e-4, "sgd": 0.1, "momentum": 0.02}
 """Peak learning rate where none is given."""
 CHANGEABLE = (
-    "steps", "schedule_steps", "eval_every", "eval_batches", "save_every", "mtbf", "keep", "no_save", "log", "workers", "bad_samples", "scratch",
+    "steps", "schedule_steps", "eval_every", "eval_batches", "save_every", "mtbf", "keep", "no_save", "log", "workers", "bad_samples",
+    "bad_steps", "spike", "scratch",
 )  # fmt: skip
 """What a resumed run may be asked otherwise."""
 
@@ -86,6 +87,10 @@ class RunSettings:
     """Processes that prepare the user's own samples."""
     bad_samples: int = 0
     """Of the user's own samples, so many on each rank may raise again and again: they are set aside."""
+    bad_steps: int = 0
+    """Of any 100 steps so many may have numbers that are bad: they are undone and passed over."""
+    spike: float | None = None
+    """A loss, or a norm of the gradient, so many times the running median is bad too."""
     scratch: str | None = None
     """Folder for what the plan keeps on disk while it runs; None = the run's own."""
 
@@ -94,7 +99,7 @@ class RunSettings:
             raise UnknownName("schedule", self.schedule, KINDS, f"known: {', '.join(KINDS)}")
         if self.steps < 1:
             raise UserError(f"a run has at least one step, got {self.steps}", "give --steps of 1 or more")
-        for name in ("eval_every", "save_every", "workers", "bad_samples"):
+        for name in ("eval_every", "save_every", "workers", "bad_samples", "bad_steps"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} must not be negative, got {getattr(self, name)}", f"give --{name.replace('_', '-')} 0 or more")
         if self.keep < 1:
@@ -103,6 +108,8 @@ class RunSettings:
             raise UserError(f"the time between failures must be above zero, got {self.mtbf}", "give --mtbf such as 4h")
         if self.mtbf is not None and self.save_every:
             raise UserError("--mtbf says when to save, and --save-every does too", "give one of the two")
+        if self.spike is not None and not 1 < self.spike < float("inf"):
+            raise UserError(f"a spike is more than the median, got {self.spike} times", "give --spike above 1, such as 10")
         if self.eval_batches < 1:
             raise UserError(f"an evaluation has at least one batch, got {self.eval_batches}", "give --eval-batches 1 or more")
 
@@ -182,6 +189,7 @@ def check(plan: Plan, asked: Mapping[str, Any], *, resume: bool = False) -> None
     settings = RunSettings(**asked)
     if not resume:  # a resumed run has its own
         settings.schedule_for(plan)
+    _refuse_bad_steps(plan, asked)
     if settings.init_from is not None and not resume and not Path(settings.init_from).exists():
         raise UserError(f"there is nothing at {settings.init_from}", "give --init-from a safetensors file, a folder of them or a run")
     if settings.init_adapter is not None and plan.adapters is None:
@@ -192,6 +200,17 @@ def check(plan: Plan, asked: Mapping[str, Any], *, resume: bool = False) -> None
         raise UserError(
             f"there is no data folder {settings.data}", "give --data a folder of text files, or a FILE.py with data(split)"
         )
+
+
+def _refuse_bad_steps(plan: Plan, asked: Mapping[str, Any]) -> None:
+    """Raise where a step cannot be undone."""
+    name = next((name for name in ("bad_steps", "spike") if asked.get(name)), None)
+    flag = f"--{name.replace('_', '-')}" if name else ""
+    if flag and plan.sync is not None:
+        raise UserError(f"{flag} needs replicas that sum gradients in every step, and the plan's step alone", f"leave out {flag}")
+    if flag and plan.offloads and plan.clip is None:
+        raise UserError(f"{flag} needs updates that wait for backward, and the plan's begin within it: it moves states and clips nothing",
+                        "give the plan a clip, such as 1.0")  # fmt: skip
 
 
 def usual_path(plan: Plan, now: float | None = None) -> Path:
@@ -298,7 +317,7 @@ def go_on(path: Path, plan: Plan, asked: dict[str, Any]) -> RunSettings:
     if not os.access(path, os.W_OK):
         raise UserError(f"the run folder {path} cannot be written", "make it writable, or copy it")
     stored = plans.read(path / PLAN)
-    _refuse_other_course(path, stored, plan)
+    refuse_other_course(path, stored, plan)
     before = read_settings(path)
     if before is None:
         raise FileFormatError(f"there is no {path / SETTINGS}", "start a new run")
@@ -323,7 +342,7 @@ def settle(path: Path, plan: Plan) -> None:
         write_atomically(path / PLAN, plans.text_of(plan))
 
 
-def _refuse_other_course(path: Path, stored: Plan, plan: Plan) -> None:
+def refuse_other_course(path: Path, stored: Plan, plan: Plan) -> None:
     """A run may go on under a plan that lays it out otherwise, not under one that computes something else."""
     free = {*_TOLD, *_LAYOUT, *(_SHARES if stored.global_batch == plan.global_batch else ())}
     unlike = [item.name for item in fields(Plan) if item.name not in free and _said(stored, item.name) != _said(plan, item.name)]

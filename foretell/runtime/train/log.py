@@ -80,6 +80,16 @@ class RunLog:
             left, self._torn = left[written:], self._torn or written > 0
         self._torn = False
 
+    def back_to(self, step: int) -> None:
+        """Steps after that one are trained anew, and written again."""
+        try:
+            if self._stream is not None:
+                self._stream.close()
+            self._stream = None
+            _cut(self.path, step)
+        except OSError as error:
+            self._lose(error)
+
     def _lose(self, error: OSError) -> None:
         self.lost += 1
         if self.lost == 1:

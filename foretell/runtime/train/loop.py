@@ -10,10 +10,9 @@ import contextlib
 import gc
 import math
 import os
-import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,9 +36,10 @@ from foretell.runtime.process.control import Control
 from foretell.runtime.process.progress import DATA, END, EVALUATION, SAVE, STEP, Progress
 from foretell.runtime.process.progress import LOG as LOGGING
 from foretell.runtime.process.signals import STEPS, Signals
-from foretell.runtime.train import halve, log, save
+from foretell.runtime.train import bad, halve, log, save
 from foretell.runtime.train.folder import MEASUREMENT, Folder, RunSettings
 from foretell.runtime.train.numbers import guard
+from foretell.runtime.train.numbers.bad import BadSteps
 from foretell.runtime.train.numbers.scaler import overflow_words, overflowed
 from foretell.runtime.train.outcome import DONE, STOPPED, RunOutcome, RunScreen
 from foretell.runtime.train.prepare import applies
@@ -56,10 +56,8 @@ MEMORY_SECONDS = 1.0
 """Peaks of memory are asked for at most this often: it takes the host some 0.1 ms."""
 FIRST_SAVE_STEPS = 5
 """Where the interval is to be found, the first save comes after so many steps: it is measured, and shows that it works."""
-LEAVE_SECONDS = 10.0
-"""A run that fails waits so long for a save under way."""
-SALVAGE_SECONDS = 60.0
-"""After one rank's code failed, ranks take at most so long to save together what was trained."""
+BAD_STEPS = "bad_steps"
+"""In a checkpoint: which steps were passed over of late, and what the others were like."""
 
 
 @dataclass(kw_only=True)
@@ -94,6 +92,7 @@ class TrainingRun:
         self.log: log.RunLog | None = None
         self.signals, self.progress = Signals(), Progress()
         self.bad: StepReading | None = None
+        self.bad_steps = BadSteps(self.settings.bad_steps, self.settings.spike)
         self.overflows = 0
         """Steps without an update since their scaled gradients overflowed."""
         self.last_saved: save.SavedCheckpoint | None = None
@@ -113,20 +112,27 @@ class TrainingRun:
 
     def resume(self) -> None:
         """Take up the newest checkpoint that is as it was written; without any the run begins at its start."""
-        folder, complaint = self.folder.checkpoints, ""
-        for name in self.control.first(lambda: [path.name for path in save.candidates(folder)]):
-            staged, why = self.control.together(lambda name=name: self._staged(folder / name))  # type: ignore[misc]
-            complaints = [said for said in self.control.gather(why) if said]
-            if not complaints and staged is not None:
-                self._take(*staged)
-                return
-            complaint = complaint or complaints[0]
-            if self.ranks.is_first:
-                self.screen.say(f"the checkpoint {name} is not used: {complaints[0]}")
+        found, complaint = self.newest(self.control.first(lambda: [path.name for path in save.candidates(self.folder.checkpoints)]))
+        if found is not None:
+            self._take(*found)
+            return
         if complaint:
             raise UserError(f"no checkpoint of {self.folder.path} can be used: {complaint}", "start a new run with another --out")
         if self.ranks.is_first:
             self.screen.say("there is no checkpoint to resume from: the run begins at its start")
+
+    def newest(self, names: Sequence[str]) -> tuple[tuple[save.SavedCheckpoint, Staged] | None, str]:
+        """The first of these checkpoints that is as it was written, or what is wrong with the first; all ranks ask for the same."""
+        complaint = ""
+        for name in names:
+            staged, why = self.control.together(lambda name=name: self._staged(self.folder.checkpoints / name))  # type: ignore[misc]
+            complaints = [said for said in self.control.gather(why) if said]
+            if not complaints and staged is not None:
+                return staged, ""
+            complaint = complaint or complaints[0]
+            if self.ranks.is_first:
+                self.screen.say(f"the checkpoint {name} is not used: {complaints[0]}")
+        return None, complaint
 
     def _staged(self, path: Path) -> tuple[tuple[save.SavedCheckpoint, Staged] | None, str]:
         """What this rank needs of a checkpoint, or what is damaged of it. Nothing of the run is changed by that."""
@@ -138,13 +144,18 @@ class TrainingRun:
         except save.Damaged as error:
             return None, error.problem
 
-    def _take(self, saved: save.SavedCheckpoint, staged: Staged) -> None:
+    def take_up(self, saved: save.SavedCheckpoint, staged: Staged) -> None:
+        """Weights, optimizer and place in the data as they were saved."""
         take(staged, self.job)
         self.feed.seek(saved.about["data"])
         self.step, self.last_saved = saved.step, saved
         self.loose = sorted(map(str, saved.about.get(save.NONFINITE) or ()))
         if self.saver is not None:
             self.saver.good.add(saved.path)
+
+    def _take(self, saved: save.SavedCheckpoint, staged: Staged) -> None:
+        self.take_up(saved, staged)
+        self.bad_steps.load(saved.about.get(BAD_STEPS))
         if self.ranks.is_first:
             before = saved_mesh(saved)
             how = "" if before == self.plan.mesh else f", saved on {before.world} ranks"
@@ -164,8 +175,10 @@ class TrainingRun:
             self.log.write("resume" if since else "start", self.step, time=time.time(), command=self.command)
         try:
             stopped = self._steps()
+            while self.bad is not None and bad.passed_over(self):
+                stopped = self._steps()
             if self.bad is not None:
-                self._give_up(self.bad)
+                bad.give_up(self)
             if not stopped:
                 rounds.compare(self.job, self.control)
                 self.evaluate()
@@ -177,10 +190,10 @@ class TrainingRun:
             measured = self.measured()
             asked = next(filter(None, self.control.gather(self.signals.asked)), "")
             if isinstance(saved, save.NotSaved):
-                raise guard.RunFailed(f"the last checkpoint was not saved: {saved.why}", self._kept())
+                raise guard.RunFailed(f"the last checkpoint was not saved: {saved.why}", self.kept())
             held_out = self.tally.eval_loss
             if held_out is not None and not math.isfinite(held_out):
-                raise guard.RunFailed(f"the held-out loss after step {self.step} is {held_out}", f"look at the held-out samples; {self._kept()}")
+                raise guard.RunFailed(f"the held-out loss after step {self.step} is {held_out}", f"look at the held-out samples; {self.kept()}")
         except (Exception, SystemExit) as error:
             if not isinstance(error, guard.RunFailed):
                 if self.ranks.world == 1 or self.ranks.device.type == "cpu":
@@ -214,33 +227,8 @@ class TrainingRun:
     def can_salvage(self) -> bool:
         return self.between is not None and not self.job.changing and self.origin is not None and self.step > self.origin[0]
 
-    def salvage_together(self, step: int) -> None:
-        """The same for several ranks: called in the thread of the rank that failed, and beside those that wait for it."""
-        if self.between is None or self.saver is None:
-            return
-        thread = threading.Thread(target=self._salvaged, args=(step,), name="foretell-salvage", daemon=True)
-        thread.start()
-        thread.join(SALVAGE_SECONDS)
-
-    def _salvaged(self, step: int) -> None:
-        assert self.between is not None and self.saver is not None
-        deadline = time.monotonic() + LEAVE_SECONDS
-        while (self.step < step or self.job.changing) and time.monotonic() < deadline:
-            time.sleep(0.05)  # a rank that is behind comes this far by itself, and no further
-        try:
-            self.saver.wait()
-            back = self.saver.back
-            if back.gather([self.step == step, self.job.changing]) != [[True, False]] * self.ranks.world:
-                return
-            self.job.skips.abandon()
-            together = save.Saver(self.folder.checkpoints, back, back, keep=self.settings.keep, spare=save.room(self.ranks))
-            together.good = self.saver.good
-            pieces, own, extra = self.between.state(self.job)
-            together.begin(step, pieces, own, self._about(), extra=extra, wait=True)
-        except Exception as error:
-            self.screen.say(f"what was trained could not be saved: {whose_error.words(error)}")
-
-    def _kept(self) -> str:
+    def kept(self) -> str:
+        """Which checkpoint there is, in words."""
         kept = self.last_saved
         return f"the one of step {kept.step} is kept in {kept.path}" if kept else "make room and start again"
 
@@ -250,7 +238,9 @@ class TrainingRun:
         """Steps until the last one, a signal or a bad number; whether a signal stopped them."""
         settings = self.settings
         first = self.step
-        self.origin = self.step, self.feed.first
+        if self.origin is None:
+            self.origin = self.step, self.feed.first
+            self.bad_steps.watch(self.job.skips, self.ranks.device)
         if self.ranks.world > 1 and self.saver is not None and self.ranks.device.type == "cpu" and self.job.moved is None and self.job.outer is None:
             self.between = save.Between.of(self.job)
         rounds.begin(self.job, self.control)
@@ -267,6 +257,7 @@ class TrainingRun:
             self.clock.middle()
             self._wait_for_copies()
             self.signals.phase = STEPS  # from here on there is something to save
+            self.bad_steps.expect(self.step + 1, loss, self.job.skips)
             result = self.job.update(loss)
             self.step += 1
             rounds.join(self.job, self.step, self.log, last=self.step == settings.steps)
@@ -303,6 +294,14 @@ class TrainingRun:
         """Number of the first sample that is used after so many updates."""
         assert self.origin is not None
         return self.origin[1] + (step - self.origin[0]) * self.feed.share.step
+
+    def go_to(self, step: int, first: int) -> None:
+        """After so many updates the run goes on with that sample."""
+        self.step, self.origin = step, (step, first)
+        self.feed.go_to(first)
+        self.progress.stepped(step)
+        self.clock.pause()
+        self.joules.pause()
 
     def seed(self, step: int) -> None:
         seed_all(step_seed(self.settings.seed, self.ranks.data_rank, step), self.ranks.device)
@@ -348,11 +347,12 @@ class TrainingRun:
 
     def _note(self, readings: list[StepReading]) -> None:
         for reading in readings:
-            self.tally.add(reading)
             if overflowed(reading):
                 self.overflows += 1
-            elif not math.isfinite(reading.loss) or not math.isfinite(reading.grad_norm or 0.0):
-                self.bad = self.bad or reading
+            elif self.bad is None and self.bad_steps.judged(reading):
+                self.bad = reading
+            if self.bad is None or not self.bad_steps.allowed:
+                self.tally.add(reading)
             if self.log is not None:
                 self._tell(reading)
         rounds.refuse(self.job, self.bad)
@@ -415,7 +415,7 @@ class TrainingRun:
             self.log.write("save", done.result.step, seconds=done.seconds, stall_seconds=done.stall_seconds,
                            bytes=good.bytes if good else None, problem=why)  # fmt: skip
             if why is not None:
-                self.screen.say(f"step {done.result.step}: the checkpoint was not saved: {why}; {self._kept()}")
+                self.screen.say(f"step {done.result.step}: the checkpoint was not saved: {why}; {self.kept()}")
             elif done.direct_bytes and not self._told_direct:
                 self._told_direct = True
                 self.screen.say(
@@ -443,17 +443,18 @@ class TrainingRun:
         if self.last_saved is not None and self.last_saved.step == self.step:
             return self.last_saved
         own, extra = save.own_state(self.job), save.extra(self.job)
-        self.saver.begin(self.step, save.pieces(self.job), own, self._about(), extra=extra, wait=wait)
+        self.saver.begin(self.step, save.pieces(self.job), own, self.about(), extra=extra, wait=wait)
         seconds = time.perf_counter() - began
         self.tally.save_seconds.append(seconds)
         self.next_save = None
         return self._tell_save() if wait else None
 
-    def _about(self) -> dict[str, Any]:
+    def about(self) -> dict[str, Any]:
+        """What a checkpoint of this moment says besides its tensors."""
         return {
             "data": {**self.feed.state(self.first_sample(self.step)), "digest": self.feed.samples.digest()},
             "schedule": self.schedule.to_json(), "scaler": self.job.scaler.state() if self.job.scaler is not None else None,
-            save.NONFINITE: self.loose, "plan": plans.to_json(self.plan), "versions": versions(),
+            save.NONFINITE: self.loose, BAD_STEPS: self.bad_steps.state(), "plan": plans.to_json(self.plan), "versions": versions(),
             "base": self.job.base, "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }  # fmt: skip
 
@@ -479,19 +480,3 @@ class TrainingRun:
     def _delay_share(self) -> float:
         """Share of the time that this thread was ready to run and had no core."""
         return min(1.0, (delayed() - self._delayed) / max(1e-9, time.monotonic() - self.tally.since))
-
-    def _give_up(self, bad: StepReading) -> None:
-        """A number that is none: the step leaves no trace but its number; save, look for the first block, say so."""
-        share, first = self.feed.share.step, self.first_sample(bad.step - 1)
-        self.job.settle()
-        self.job.skips.undo(self.step - bad.step + 1)
-        self.step = bad.step
-        done = self.save() if not self.settings.no_save else None
-        self.measured()
-        what = guard.not_finite(bad)
-        self.seed(bad.step - 1)
-        where = guard.find_first(self.job, self.feed.at(first), self.control)
-        kept = f"saved after step {self.step} in {done.path}" if isinstance(done, save.SavedCheckpoint) else self._kept()
-        if self.log is not None:
-            self.log.write("not finite", bad.step, what=what, where=where, first_sample=first)
-        raise guard.no_number(bad, where, f"look at samples {first} to {first + share - 1} of the run's order, or lower --lr; {kept}")

@@ -7,6 +7,7 @@ Rank 0 writes and speaks; everybody computes, saves and stops together.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -32,13 +33,14 @@ from foretell.runtime.process.launch import TRAINS, tell_launcher
 from foretell.runtime.process.signals import LATE, Signals, Stopped
 from foretell.runtime.process.watch import RankWatch
 from foretell.runtime.train import folder as folders
-from foretell.runtime.train import halve, save
+from foretell.runtime.train import halve, salvage, save
 from foretell.runtime.train.folder import Folder, RunSettings
 from foretell.runtime.train.log import LOG
-from foretell.runtime.train.loop import LEAVE_SECONDS, SALVAGE_SECONDS, TrainingRun
+from foretell.runtime.train.loop import TrainingRun
 from foretell.runtime.train.numbers.guard import RunFailed
 from foretell.runtime.train.outcome import RunOutcome, RunScreen
 from foretell.runtime.train.prepare import applies, build, count_of, samples_of
+from foretell.runtime.train.salvage import LEAVE_SECONDS, SALVAGE_SECONDS
 from foretell.units import human_bytes
 
 
@@ -62,7 +64,7 @@ def train(
             control.first(lambda: folders.settle(folder.path, plan))
         run.progress, watch.progress.step = watch.progress, run.step
         watch.progress.trains = lambda step: tell_launcher({TRAINS: step, "at": time.monotonic()})
-        watch.salvage = run.salvage_together
+        watch.salvage = functools.partial(salvage.together, run)
         signals.check()
         observer.follow(run.job)
         outcome = run.all_steps(signals)
@@ -124,7 +126,7 @@ def _give_way(run: TrainingRun | None, watch: RankWatch, why: str) -> None:
     step = run.step if run is not None and run.can_salvage else None
     watch.publish(why, salvage=step)
     if run is not None and step is not None:
-        run.salvage_together(step)
+        salvage.together(run, step)
 
 
 def _samples_words(run: TrainingRun) -> str:

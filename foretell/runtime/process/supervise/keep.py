@@ -6,15 +6,17 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from foretell.plan.types import Plan
 from foretell.runtime.process.blame import TIMEOUT_SECONDS, Limits
 from foretell.runtime.process.launch import TRAINS, Launcher, RunEnded
 from foretell.runtime.process.signals import exit_status
 from foretell.runtime.process.supervise import reaper
 from foretell.runtime.process.supervise.budget import RestartBudget
+from foretell.runtime.process.supervise.elastic import Elastic
 from foretell.runtime.process.supervise.faults import RunFault, fault_of, kills_for_memory
 from foretell.runtime.process.supervise.notices import Notices
 from foretell.runtime.process.supervise.standby import Standby
@@ -26,9 +28,10 @@ _MOST_STANDBYS = 10
 _KEPT = ("--json", "--debug", "--update-profile")
 
 
-def again_words(words: Sequence[str], out: Path) -> list[str]:
-    """The words of `foretell` that go on with a run that these have started, as far as it is there: its folder knows the rest."""
-    if "--resume" in words or not all((out / name).is_file() for name in (PLAN, SETTINGS)):
+def again_words(words: Sequence[str], out: Path, *, other_plan: bool = False) -> list[str]:
+    """The words of `foretell` that go on with a run that these have started, as far as it is there: its folder knows the rest. With
+    `other_plan` these words may name one that is not the run's any more."""
+    if ("--resume" in words and not other_plan) or not all((out / name).is_file() for name in (PLAN, SETTINGS)):
         return list(words)
     kept = [word for word in words if word in _KEPT or word.startswith("--device=")]
     for place, word in enumerate(words[:-1]):
@@ -46,6 +49,10 @@ class Supervision:
     standby: bool = True
     notices: tuple[str, ...] = ()
     """Where to look for word that this machine is about to be taken away."""
+    elastic: bool = False
+    """Whether the run may go on with another number of ranks."""
+    ranks: Path | None = None
+    """A file that says with how many."""
 
 
 class Keeper:
@@ -53,13 +60,18 @@ class Keeper:
 
     def __init__(
         self, words: Sequence[str], world: int, out: Path, *, how: Supervision, say: Callable[[str], None],
-        program: Sequence[str] = ("-m", "foretell"),
+        program: Sequence[str] = ("-m", "foretell"), elastic: Elastic | None = None,
     ) -> None:  # fmt: skip
-        """`words` start the run, in the folder `out`."""
+        """`words` start the run, in the folder `out`. `elastic` knows plans for other numbers of ranks, where these may change."""
         self.words, self.world, self.out, self.how, self.say, self.program = words, world, out, how, say, program
+        self.elastic = elastic
         self.budget = RestartBudget(how.restarts)
-        self._fault: RunFault | None = None
-        """The last one, until ranks train again."""
+        self._noticed: float | None = None
+        """When the ranks were last ended, by the monotonic clock, until they train again."""
+        self._trains = self._asked = self._changed = False
+        """Whether the ranks have trained since they were started; whether they were asked to leave; whether the plan is another by now."""
+        self._dead: set[int] = set()
+        """Ranks whose fault it was every time, since the run last came further."""
         self._standby: Standby | None = None
         self._standbys = 0
         """How many may still be started."""
@@ -68,10 +80,12 @@ class Keeper:
         """Until it is done, is asked to stop, or fails of something that a restart does not mend."""
         limits = Limits.usual(TIMEOUT_SECONDS, restarts=self.how.restarts > 0)
         with contextlib.ExitStack() as stack:
+            if self.elastic is not None:
+                stack.enter_context(self.elastic)
             adopts = stack.enter_context(reaper.adopting())
             launcher = stack.enter_context(Launcher(
                 self.world, say=self.say, limits=limits, program=self.program, restarts=self.how.restarts > 0, told=self._told,
-                beat=lambda: self._warm(launcher, stack),
+                beat=lambda: self._beat(launcher, stack),
             ))  # fmt: skip
             stack.enter_context(Notices(self.how.notices, self.say, lambda: launcher.forward(signal.SIGUSR1, None)))
             self._standbys = _MOST_STANDBYS if self.how.standby and self.how.restarts > 0 and adopts else 0
@@ -79,17 +93,26 @@ class Keeper:
             while True:
                 self._warm(launcher, stack)
                 kills = kills_for_memory()
+                self._trains = self._asked = False
                 ended = launcher.attempt(words)
                 fault = fault_of(ended, out_of_memory=kills_for_memory() > kills)
-                if fault is None or launcher.forward.asked or not self.how.restarts:
+                if launcher.forward.asked:
                     return ended
-                pause = self._pause(fault)
+                if self._asked and ended.status == exit_status("SIGUSR1"):
+                    pause: float | None = self._resized(launcher)
+                elif fault is None or not self.how.restarts:
+                    return ended
+                else:
+                    pause = self._pause(fault)
+                    if pause is None:
+                        pause = self._without(fault, launcher)
                 if pause is None:
+                    assert fault is not None
                     return self._spent(ended, fault)
                 reaper.end_sessions([child.pid for child in launcher.children])
                 if not self._paused(pause, launcher):
                     return RunEnded(exit_status(launcher.forward.asked))
-                words = again_words(self.words, self.out)
+                words = again_words(self.words, self.out, other_plan=self._changed)
 
     def _warm(self, launcher: Launcher, stack: contextlib.ExitStack) -> None:
         """See that there is a standby; one that was ended is replaced while the ranks train."""
@@ -98,11 +121,52 @@ class Keeper:
             self._standby = stack.enter_context(contextlib.closing(Standby(self.world)))
             launcher.start = self._standby.start
 
+    def _beat(self, launcher: Launcher, stack: contextlib.ExitStack) -> None:
+        """About once a second."""
+        self._warm(launcher, stack)
+        if self.elastic is not None and self.elastic.next is not None and self._trains and not self._asked:
+            self._asked, self._noticed = True, time.monotonic()
+            launcher.leave()
+
+    def _resized(self, launcher: Launcher) -> float:
+        """The file says another number of ranks, and those that there were have saved and left."""
+        assert self.elastic is not None and self.elastic.next is not None
+        self._go_over(self.elastic.next, launcher, f"{self.elastic.where} says so")
+        return 0.0
+
+    def _without(self, fault: RunFault, launcher: Launcher) -> float | None:
+        """Restarts are used up: where it was the same rank every time, the run goes on without it."""
+        if self.elastic is None or not self._dead or launcher.world == 1:
+            return None
+        plan = self.elastic.most(launcher.world - len(self._dead))
+        if plan is None:
+            return None
+        self.elastic.leave_out(sorted(self._dead))
+        named = f"rank {', '.join(map(str, sorted(self._dead)))}"
+        self._noticed = fault.noticed
+        self._go_over(plan, launcher, f"{named} did not come back after {self.how.restarts} {'restart' if self.how.restarts == 1 else 'restarts'}")
+        return 0.0
+
+    def _go_over(self, plan: Plan, launcher: Launcher, why: str) -> None:
+        """From here on the run has the plan's ranks."""
+        assert self.elastic is not None
+        before, kept = launcher.world, self._kept()
+        self.elastic.go_over(plan)
+        launcher.world, self._changed = plan.mesh.world, True
+        self.budget, self._dead = RestartBudget(self.how.restarts), set()
+        where = f"from the checkpoint of step {kept}" if kept is not None else "from the start: there is no checkpoint yet"
+        axes = " × ".join(f"{axis} {size}" for axis, size in asdict(plan.mesh).items() if size > 1) or "one process"
+        said = f"{axes}, micro-batches of {plan.micro_batch}, {plan.accumulate} a step: the same samples in the same order"
+        self.say(f"{before} → {launcher.world} ranks, since {why}: {said}; {where}")
+        note_fault(self.out, "resized", before=before, ranks=launcher.world, why=why, checkpoint=kept, mesh=asdict(plan.mesh),
+                   micro_batch=plan.micro_batch, accumulate=plan.accumulate)  # fmt: skip
+
     def _pause(self, fault: RunFault) -> float | None:
         """Tell of a fault; how long to wait before the next start, None where there is none."""
         kept = self._kept()
         pause = self.budget.spend(kept if kept is not None else -1)
-        self._fault = fault
+        self._noticed = fault.noticed
+        self._dead = set(fault.ranks) if pause is not None and self.budget.row == 1 else self._dead & set(fault.ranks)
         note_fault(self.out, "fault", kind=fault.kind, ranks=list(fault.ranks), words=fault.words, step=fault.step, checkpoint=kept)
         if pause is not None:
             where = f"from the checkpoint of step {kept}" if kept is not None else "from the start: there is no checkpoint yet"
@@ -130,10 +194,16 @@ class Keeper:
 
     def _told(self, rank: int, said: Mapping[str, Any]) -> None:
         """The first step after a restart is done."""
-        fault, step, at = self._fault, said.get(TRAINS), said.get("at")
-        if rank != 0 or fault is None or type(step) is not int or not isinstance(at, float):
+        noticed, step, at = self._noticed, said.get(TRAINS), said.get("at")
+        if rank != 0 or type(step) is not int or not isinstance(at, float):
             return
-        self._fault = None
-        seconds = at - fault.noticed
-        self.say(f"training again {seconds:.1f} s after it was noticed, with step {step}: restart {self.budget.total} of this run")
+        self._trains = True
+        if self.elastic is not None:
+            self.elastic.trains = True
+        if noticed is None:
+            return
+        self._noticed = None
+        seconds = at - noticed
+        how = f"restart {self.budget.total} of this run" if self.budget.total else "with the new plan"
+        self.say(f"training again {seconds:.1f} s after it was noticed, with step {step}: {how}")
         note_fault(self.out, "restarted", step=step, seconds=round(seconds, 3), restart=self.budget.total)

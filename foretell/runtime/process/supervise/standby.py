@@ -208,6 +208,9 @@ def _become(call: Mapping[str, Any], pipe: int, owner: int) -> None:
     prctl(_PR_SET_NAME, f"rank {call['env'].get('RANK', '')} of foretell".encode())  # as top shows it
     if os.getppid() != owner:
         os._exit(1)
+    threads = call["env"].get("OMP_NUM_THREADS", "")
+    if "torch" in sys.modules and threads.isdecimal() and threads != os.environ.get("OMP_NUM_THREADS"):
+        sys.modules["torch"].set_num_threads(int(threads))  # the run has another number of ranks by now
     os.environ.clear()
     os.environ.update({**call["env"], HEARS: str(pipe)})
     os.chdir(call["cwd"])

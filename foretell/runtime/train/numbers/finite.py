@@ -39,6 +39,10 @@ class Skips:
         self.tripped = torch.zeros((), device=device)
         """1 after a step that was not finite: no update is applied from then on."""
         self.buffers = Buffers(parts)
+        self.watches = False
+        """Whether the norm of gradients is looked at although nothing is clipped."""
+        self.limits: Tensor | None = None
+        """Above these the loss and the gradient's norm of a step count as not finite."""
         self._unfinished = False
 
     def begin(self) -> None:
@@ -62,6 +66,13 @@ class Skips:
         not, the update of this step alone is skipped."""
         self.tripped = torch.maximum(self.tripped, (~value.detach().isfinite()).float())
         return self.tripped if this is None else torch.maximum(self.tripped, (~this.detach().isfinite()).float())
+
+    def excess(self, loss: Tensor, norm: Tensor | None) -> Tensor:
+        """Infinity where a number is above its limit, else 0; what is not finite is seen without it."""
+        assert self.limits is not None and norm is not None
+        both = torch.stack([loss.detach(), norm.detach()])
+        above = ((both > self.limits) & both.isfinite()).any()
+        return torch.where(above, float("inf"), 0.0)
 
     def undo(self, steps: int) -> None:
         """Put buffers back to where they were before the last so many steps, one or two; updates may be applied again."""

@@ -19,7 +19,7 @@ from foretell.runtime.process.control import Control
 from foretell.runtime.train.numbers.clip import local
 from foretell.trace.record.step import Batch
 
-LOSS, GRADIENT, WEIGHTS = "loss", "gradient", "weights"
+LOSS, NORM, WEIGHTS = "loss", "gradient's norm", "weights"
 
 
 class RunFailed(UserError):
@@ -44,15 +44,17 @@ class RunFailed(UserError):
 
 def not_finite(bad: StepReading) -> str:
     """Which number of a step is none."""
-    return "loss" if not math.isfinite(bad.loss) else "gradient's norm"
+    return LOSS if not math.isfinite(bad.loss) else NORM
 
 
-def no_number(bad: StepReading, where: str, remedy: str) -> RunFailed:
-    """The run ends since a number of a step is none."""
-    what = not_finite(bad)
-    value = bad.loss if what == "loss" else bad.grad_norm
+def no_number(bad: StepReading, what: str, where: str, remedy: str) -> RunFailed:
+    """The run ends since a number of a step is none, or far above those before it."""
     scaled = f" with the loss scaled by {bad.loss_scale:g}" if bad.loss_scale is not None else ""
-    return RunFailed(f"the {what} of step {bad.step} is {value}{scaled}: {where}; its update was not applied", remedy)
+    return RunFailed(f"the {what} of step {bad.step} is {value_of(bad, what)}{scaled}: {where}; its update was not applied", remedy)
+
+
+def value_of(bad: StepReading, what: str) -> float | None:
+    return bad.loss if what == LOSS else bad.grad_norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +81,16 @@ class Finding:
 
 def find_first(job: Job, batches: Sequence[Batch], control: Control) -> str:
     """Run the failing micro-batches once more and say which block was first. Every rank calls it; nothing is updated."""
-    own = _bad_weight(job) or _watch_once(job, batches)
+    own = bad_weight(job) or watched(job, batches)[1]
+    job.optimizer.zero_grad(set_to_none=True)
     found = [Finding(**said) for said in control.gather(asdict(own) if own else None) if said is not None]
-    if not found:
-        return "it did not come again when the same micro-batches were run once more"
+    return first_of(found).sentence() if found else "it did not come again when the same micro-batches were run once more"
+
+
+def first_of(found: Sequence[Finding]) -> Finding:
+    """The one that the others follow from."""
     phases = ["weights", "forward", "loss", "backward"]
-    return min(found, key=lambda f: (phases.index(f.phase), f.micro_batch, f.order)).sentence()
+    return min(found, key=lambda f: (phases.index(f.phase), f.micro_batch, f.order))
 
 
 def is_bad(value: Any) -> bool:
@@ -97,7 +103,8 @@ def is_bad(value: Any) -> bool:
     return bool((piece.isnan() | (piece == float("inf"))).any())
 
 
-def _bad_weight(job: Job) -> Finding | None:
+def bad_weight(job: Job) -> Finding | None:
+    """A weight of this rank that is not finite."""
     for order, (name, parameter) in enumerate(job.named_parameters()):
         if not local(parameter.detach()).isfinite().all():
             return Finding(phase=WEIGHTS, where=name, micro_batch=0, order=order)
@@ -142,16 +149,16 @@ class _Observer:
             self.note("backward", name or "the model", micro_batch)
 
 
-def _watch_once(job: Job, batches: Sequence[Batch]) -> Finding | None:
+def watched(job: Job, batches: Sequence[Batch]) -> tuple[Tensor | None, Finding | None]:
+    """Forward and backward with an eye on every module: the loss where this rank computes it, and what was first not finite."""
     watcher = _Observer(job.ranks.coordinate("pp"))
     with _hooked(job, watcher), _eager():
         loss = job.backward(batches)
-    job.optimizer.zero_grad(set_to_none=True)
     if "forward" in watcher.found:
-        return watcher.found["forward"]
+        return loss, watcher.found["forward"]
     if loss is not None and not bool(loss.isfinite()):
-        return Finding(phase=LOSS, where="", micro_batch=max(0, watcher.micro_batch), order=watcher.stage)
-    return watcher.found.get("backward")
+        return loss, Finding(phase=LOSS, where="", micro_batch=max(0, watcher.micro_batch), order=watcher.stage)
+    return loss, watcher.found.get("backward")
 
 
 @contextmanager

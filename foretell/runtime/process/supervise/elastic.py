@@ -1,0 +1,143 @@
+"""As many ranks as there are: plans of one run for other numbers of them, and a file that says how many there may be now.
+
+    a rank dies again and again ─┐
+    the file says another number ┴─► the plan for as many ─► the run folder ─► ranks that resume from the newest checkpoint
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from foretell.errors import UserError
+from foretell.plan import file as plans
+from foretell.plan.types import Plan
+from foretell.runtime.process import launch
+from foretell.runtime.process.supervise.notices import LOOK_SECONDS
+from foretell.runtime.train.folder import PLAN, refuse_other_course, settle
+
+DEVICES = "CUDA_VISIBLE_DEVICES"
+MOST_BYTES = 64
+"""Of a file with one number."""
+
+PlanFor = Callable[[Plan, Sequence[int]], Plan]
+"""A plan of the same training for one of these numbers of ranks; raises where there is none."""
+
+
+class Elastic:
+    """The plans of one run. Numbers of ranks go up to that of the plan it was started with."""
+
+    def __init__(self, plan: Plan, plan_for: PlanFor, out: Path, say: Callable[[str], None], where: Path | None = None) -> None:
+        """`where` is the file."""
+        self.first, self.plan_for, self.out, self.say, self.where = plan, plan_for, out, say, where
+        self.plans: dict[int, Plan | None] = {plan.mesh.world: plan}
+        self._devices = os.environ.get(DEVICES)
+        self.now = plan.mesh.world
+        """Ranks that the run has."""
+        self.next: Plan | None = None
+        """Under which it is to go on, since the file says so."""
+        self.trains = False
+        """Whether the ranks train: from then on a plan for one less is looked for, so that it is there when it is needed."""
+        self._heard: int | None = None
+        """The file's time when a rank was given up: what it said until then counted that one."""
+        self._done, self._turn, self._told = threading.Event(), threading.Lock(), ""
+        if where is not None:
+            self.read()
+
+    def __enter__(self) -> Elastic:
+        threading.Thread(target=self._run, name="foretell-ranks", daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._done.set()
+
+    def read(self) -> int | None:
+        """How many ranks the file says there may be; None where there is no file. Anything else raises."""
+        assert self.where is not None
+        try:
+            with self.where.open("rb") as stream:
+                text = stream.read(MOST_BYTES).decode("utf-8", "replace").strip()
+        except FileNotFoundError:
+            if not self.where.parent.is_dir():
+                raise UserError(f"--ranks {self.where}: there is no folder {self.where.parent}", "name a file in a folder that is there") from None
+            return None
+        except OSError as error:
+            raise UserError(f"--ranks {self.where} cannot be read: {error.strerror or error}", "name a file with one number in it") from None
+        if not text.isdecimal() or int(text) < 1:
+            raise UserError(f"--ranks {self.where} has {text[:20]!a} and not a number of ranks", "write one whole number above zero into it")
+        return int(text)
+
+    def most(self, ranks: int) -> Plan | None:
+        """The plan for as many ranks, or the next smaller number that has one; the one that the run began with is not looked for again."""
+        for world in range(min(ranks, self.first.mesh.world), 0, -1):
+            with self._turn:
+                if world not in self.plans:
+                    try:
+                        self.plans[world] = self.plan_for(self.first, (world,))
+                    except UserError as error:
+                        self.plans[world] = None
+                        self.say(error.problem)
+            if (found := self.plans[world]) is not None:
+                return found
+        return None
+
+    def go_over(self, plan: Plan) -> None:
+        """The run folder has that plan from now on; one that trains otherwise is refused."""
+        stored = plans.read(self.out / PLAN)
+        refuse_other_course(self.out, stored, plan)
+        settle(self.out, plan)
+        self.now, self.next = plan.mesh.world, None
+
+    def leave_out(self, ranks: Sequence[int]) -> None:
+        """They are gone, and their devices are not used any more, until the file is written anew."""
+        self._heard = self._time()
+        if not launch.gpus():
+            return
+        named = os.environ.get(DEVICES)
+        devices = [name.strip() for name in named.split(",")] if named is not None else [str(at) for at in range(launch.gpus())]
+        os.environ[DEVICES] = ",".join(name for at, name in enumerate(devices) if at not in ranks)
+
+    def _all_devices(self) -> None:
+        if self._devices is not None:
+            os.environ[DEVICES] = self._devices
+        else:
+            os.environ.pop(DEVICES, None)
+
+    def _time(self) -> int | None:
+        """When the file was written last."""
+        with contextlib.suppress(OSError):
+            return self.where.stat().st_mtime_ns if self.where is not None else None
+        return None
+
+    def _wanted(self) -> int | None:
+        """What the file says, if it has said it since a rank was given up; then all devices may be used again."""
+        if self.where is None or (self._heard is not None and self._time() == self._heard):
+            return None
+        wanted = self.read()
+        if wanted is not None and self._heard is not None:
+            self._heard = None
+            self._all_devices()
+        return wanted
+
+    def _run(self) -> None:
+        """Look about once a second; plans are looked for while the ranks train."""
+        while not self._done.wait(LOOK_SECONDS):
+            said = ""
+            try:
+                if self.trains:
+                    self.most(self.now - 1)
+                wanted = self._wanted()
+                if wanted is not None and self.next is None and min(wanted, self.first.mesh.world) != self.now:
+                    found = self.most(wanted)
+                    if found is not None and found.mesh.world != self.now:
+                        self.next = found
+            except UserError as error:
+                said = error.problem
+            if said and said != self._told:
+                with contextlib.suppress(Exception):
+                    self.say(said)
+            self._told = said
