@@ -15,6 +15,7 @@ from foretell.units import human_seconds
 if TYPE_CHECKING:
     from foretell.simulate.goodput import Goodput
 
+_WARM_STEPS = 3
 LEAST_STEPS = 20
 """Fewer say nothing of a pace."""
 _LOG = "log.jsonl"
@@ -37,20 +38,22 @@ def of_run(folder: Path, mtbf: float | None = None) -> Goodput | None:
     return goodput(costs, wanted, every)
 
 
-def figures(folder: Path) -> dict[str, tuple[float, int]]:
-    """What a run measured: step, checkpoint, written, restart → seconds, and of how many."""
+def figures(folder: Path, after: int = 0) -> dict[str, tuple[float, int]]:
+    """What a run measured after a step: step, checkpoint, written, restart → seconds, and of how many. The first steps of every start
+    are left out."""
     from foretell.runtime.train.folder import FAULTS
 
-    rows = list(_rows(folder / _LOG))
-    steps = [row for row in rows if row.get("event") == "step" and _is_time(row.get("seconds")) and type(row.get("step")) is int]
-    done = [row for row in rows if row.get("event") == "save" and row.get("bytes") and type(row.get("step")) is int]
+    rows = [row for row in _rows(folder / _LOG) if type(row.get("step")) is int and row["step"] >= after]
+    begun = [row["step"] for row in rows if row.get("event") in ("start", "resume")]
+    steps = [row for row in rows if row.get("event") == "step" and _is_time(row.get("seconds"))]
+    done = [row for row in rows if row.get("event") == "save" and row.get("bytes")]
     saves = [row for row in done if _is_time(row.get("seconds")) and _is_time(row.get("stall_seconds"))]
     found: dict[str, tuple[float, int]] = {}
-    took = {row["step"]: float(row["seconds"]) for row in steps}
+    took = {row["step"]: float(row["seconds"]) for row in steps if not any(0 < row["step"] - first <= _WARM_STEPS for first in begun)}
     beside = [_beside(took, row) for row in saves]
     plain = sorted(set(took) - {step for some in beside for step in some})
     if len(plain) >= LEAST_STEPS:
-        pace = statistics.median(took[step] for step in plain)
+        pace = statistics.fmean(took[step] for step in plain)
         found["step"] = pace, len(plain)
         slower = [sum(took[step] for step in some) - len(some) * pace for some in beside if some]
         if slower:  # training waits for a copy, and steps beside a save share cores and memory with it

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import foretell
+from foretell.checkpoint.interval import SlowedSteps
 from foretell.cli import main
 from foretell.errors import UserError
 from foretell.hardware import parse
@@ -116,7 +117,7 @@ def run_folder(at: Path, *, every: int = 10, save_s: float = 0.25, slower: float
 def test_a_run_tells_what_its_checkpoints_and_restarts_cost(tmp_path: Path) -> None:
     run = run_folder(tmp_path, restarts=(2.0, 4.0, 3.0), mtbf=3600.0)
     found = told.figures(run)
-    assert found["step"] == (pytest.approx(0.1), 82) and found["written"] == (0.25, 10) and found["restart"] == (3.0, 3)
+    assert found["step"] == (pytest.approx(0.1), 79) and found["written"] == (0.25, 10) and found["restart"] == (3.0, 3)
     assert found["checkpoint"][0] == pytest.approx(0.2 * 9 / 9), "two steps beside each save take twice as long"
     answer = told.of_run(run)
     assert answer is not None and answer.mtbf_seconds == 3600 and answer.costs.restart.how == "measured"
@@ -161,3 +162,19 @@ def test_plan_tells_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     assert main([*words, "--mtbf", "4h", "--json"]) == 0
     assert 0.9 < json.loads(capsys.readouterr().out)["goodput"]["share"] < 1
     assert main([*words, "--json"]) == 0 and json.loads(capsys.readouterr().out)["goodput"] is None
+
+
+def test_a_save_costs_what_steps_beside_it_take_longer() -> None:
+    slowed = SlowedSteps()
+    for seconds, saving in [(0.1, False)] * 5 + [(0.15, True), (0.15, True)]:
+        slowed.step(seconds, saving=saving)
+        assert slowed.seconds == 0.0, "it is not done"
+    slowed.step(0.1, saving=False)
+    assert slowed.seconds == pytest.approx(0.1)
+    for seconds, saving in [(0.1, True), (0.1, False)] * 2:
+        slowed.step(seconds, saving=saving)
+    assert slowed.seconds == 0.0, "two of three saves beside which steps are no slower cost nothing"
+    early = SlowedSteps()
+    for seconds, saving in [(0.1, False), (9.0, True), (0.1, False)]:
+        early.step(seconds, saving=saving)
+    assert early.seconds == 0.0, "two steps say nothing of a pace"
