@@ -340,6 +340,7 @@ def _tell(outcome: RunOutcome, path: Path, compared: Comparison | None, taught: 
         compare.show(compared)
     elif compared is not None and compared.busy:
         common.emit(compared.busy)
+    compare.tell_goodput(outcome.folder)
     if taught is not None:
         common.emit("\n".join(compare.told(taught)))
     return status

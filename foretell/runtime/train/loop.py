@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from foretell.checkpoint.format import TensorMeta
-from foretell.checkpoint.interval import steps_between
+from foretell.checkpoint.interval import SlowedSteps, steps_between
 from foretell.errors import UserError
 from foretell.plan import file as plans
 from foretell.plan.types import Plan
@@ -96,6 +96,7 @@ class TrainingRun:
         self.overflows = 0
         """Steps without an update since their scaled gradients overflowed."""
         self.last_saved: save.SavedCheckpoint | None = None
+        self.slowed = SlowedSteps()
         self.next_save: int | None = None
         """Where the interval is to be found: the step of the next save, the same on every rank."""
         self.origin: tuple[int, int] | None = None
@@ -268,6 +269,7 @@ class TrainingRun:
             self.progress.at(LOGGING)
             self._note(self.clock.read())
             self._look_at_disk()
+            self.slowed.step(self.tally.last_seconds, saving=self.saver is not None and self.saver.writing)
             self._tell_save()
             self._find_next_save()
             if self.step == first + 2:
@@ -428,7 +430,7 @@ class TrainingRun:
         """Where it is to be found when to save: one step after a save all ranks know what it cost, and agree."""
         if self.settings.mtbf is None or self.saver is None or self.next_save is not None:
             return
-        told = self.control.gather([self.saver.stall_seconds, self.tally.recent_seconds()])
+        told = self.control.gather([self.saver.stall_seconds + self.slowed.seconds, self.tally.recent_seconds()])
         cost, step = (max(said) for said in zip(*told, strict=True))
         self.next_save = self.step + steps_between(cost, self.settings.mtbf, step, self.settings.steps)
 
