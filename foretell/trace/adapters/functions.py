@@ -63,6 +63,32 @@ class PackedProduct(torch.autograd.Function):
         return of_x, None, None, None, None, None, of_bias
 
 
+PARTS = 3
+"""Numbers in bf16, of 8 bits each, that add up to one in fp32, of 24."""
+
+
+def in_parts(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether products of such an input with fp32 numbers are computed on units for bf16: where code is compiled, which keeps no
+    order of sums anyway."""
+    return torch.compiler.is_compiling() and x.is_cuda and x.dtype == torch.bfloat16 and dtype == torch.float32
+
+
+def parts_of(x: Tensor) -> Tensor:
+    """An fp32 matrix as bf16 ones side by side, which add up to it to the bit. By masks: a compiler leaves casts to and fro out."""
+    found = []
+    for _ in range(PARTS):
+        found.append((x.view(torch.int32) & -65536).view(torch.float32))
+        x = x - found[-1]
+    return torch.cat([one.to(torch.bfloat16) for one in found], 1)
+
+
+def by_parts(wide: Tensor, narrow: Tensor) -> Tensor:
+    """A bf16 matrix times an fp32 one: exact products, summed in fp32."""
+    parts = parts_of(narrow)
+    whole = torch.mm(wide, parts, out_dtype=torch.float32) if wide.is_cuda else wide.float() @ parts.float()
+    return whole.view(wide.shape[0], PARTS, narrow.shape[1]).sum(1)
+
+
 class LowRankProduct(torch.autograd.Function):
     """((x Aᵀ) · inner) Bᵀ · outer, computed in `dtype`; saves x as it is, A, B and x Aᵀ. `inner` is a power of two, so that it changes no
     digit and may stand at the small product."""
@@ -70,7 +96,10 @@ class LowRankProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor, inner: float, outer: float, dtype: torch.dtype) -> Tensor:
         with no_autocast(x):
-            small = F.linear(_cast(x, a.dtype, dtype), a.to(dtype))
+            if in_parts(x, dtype):
+                small = by_parts(x.reshape(-1, x.shape[-1]), a.t().contiguous()).view(*x.shape[:-1], a.shape[0])
+            else:
+                small = F.linear(_cast(x, a.dtype, dtype), a.to(dtype))
             ctx.save_for_backward(x, a, b, small)
             ctx.scales, ctx.dtype = (inner, outer), dtype
             return _by(F.linear(_by(small, inner), b.to(dtype)), outer)
@@ -80,11 +109,26 @@ class LowRankProduct(torch.autograd.Function):
         x, a, b, small = ctx.saved_tensors
         inner, outer = ctx.scales
         with no_autocast(x):
-            of_x, of_a, of_b = _of_low_rank(x, a, b, small, _by(gradient, outer), ctx.dtype, ctx.needs_input_grad[0], inner)
+            if in_parts(x, ctx.dtype):
+                of_x, of_a, of_b = of_parts(x, a, b, small, gradient, inner * outer, ctx.needs_input_grad[0])
+            else:
+                of_x, of_a, of_b = of_low_rank(x, a, b, small, _by(gradient, outer), ctx.dtype, ctx.needs_input_grad[0], inner)
         return of_x, of_a, of_b, None, None, None
 
 
-def _of_low_rank(
+def of_parts(
+    x: Tensor, a: Tensor, b: Tensor, small: Tensor, gradient: Tensor, scale: float, of_input: bool
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """As `of_low_rank`, where the layer rounds its result to bf16: the gradient that comes back has no more digits, though it is fp32."""
+    rows, wide = gradient.to(x.dtype).reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
+    of_small = by_parts(rows, b) * scale
+    of_b = by_parts(rows.t(), small.reshape(-1, small.shape[-1])) * scale
+    of_a = by_parts(wide.t(), of_small).t()
+    of_x = (of_small @ a).view(x.shape).to(x.dtype) if of_input else None
+    return of_x, of_a, of_b
+
+
+def of_low_rank(
     x: Tensor, a: Tensor, b: Tensor, small: Tensor, gradient: Tensor, dtype: torch.dtype, of_input: bool, scale: float = 1.0
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Gradients of x, A and B where `gradient` is that of (x Aᵀ) Bᵀ · scale, a power of two."""
@@ -193,7 +237,7 @@ class DoraProduct(torch.autograd.Function):
             of_share = of_share + (scaled * F.linear(small, b.to(ctx.dtype))).sum_to_size(share.shape).to(share.dtype)
             of_result = (gradient * (share - 1)).to(result.dtype) if ctx.needs_input_grad[1] else None
             of_product = (scaled * share).to(ctx.dtype)
-            of_x, of_a, of_b = _of_low_rank(x, a, b, small, of_product, ctx.dtype, ctx.needs_input_grad[0])
+            of_x, of_a, of_b = of_low_rank(x, a, b, small, of_product, ctx.dtype, ctx.needs_input_grad[0])
             of_magnitude = (of_share.view(-1) / norm).to(magnitude.dtype)
         return of_x, of_result, None, of_a, of_b, of_magnitude, None, None, None
 
