@@ -11,7 +11,18 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from foretell.errors import ForetellError, ModelError
-from foretell.trace.flow.calls import ADAPTED_CALLS, CUSTOM, OPENED, Call, Flow, FlowValue, SliceKey, ValueRef, call_name, opened
+from foretell.trace.flow.calls import (
+    ADAPTED_CALLS,
+    CUSTOM,
+    OPENED,
+    Call,
+    Flow,
+    FlowValue,
+    SliceKey,
+    ValueRef,
+    call_name,
+    opened,
+)
 from foretell.trace.record.recorder import Recorder
 from foretell.trace.record.step import Workload, compute_loss
 
