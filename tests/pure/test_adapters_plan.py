@@ -82,7 +82,8 @@ def test_options_say_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (
         (["--lora", "4", "--ep", "2"], "--ep 2 and adapters are asked for"),
         (["--lora", "4", "--nf4", "--tp", "2"], "--tp 2 and a packed base are asked for"),
-        (["--lora", "4", "--adapter", "dora", "--tp", "2"], "--tp 2 and dora are asked for"), (["--may", "magic"], "'magic' is not known; try: known: adapters"),
+        (["--lora", "4", "--adapter", "dora", "--tp", "2"], "--tp 2 and dora are asked for"),
+        (["--may", "magic"], "'magic' is not known; try: known: adapters"),
         (["--lora", "4", "--precision", "bf16-master"], "bf16-master does not go with adapters"),
     ):  # fmt: skip
         assert main(["plan", "gpt2", "--on", "H100:2", *words]) == 2
