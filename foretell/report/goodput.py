@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from foretell.decode import json_of
 from foretell.errors import UserError
 from foretell.report import words
 from foretell.units import human_seconds
@@ -88,8 +88,8 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
         return
     for line in lines:
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
+            row = json_of(line)
+        except ValueError:
             continue
         if isinstance(row, dict):
             yield row
