@@ -119,7 +119,7 @@ def measured(ranks: int, every: float, kills: int, cost: float, work: Path) -> d
         saves = [row for row in rows_of(log(trial.out)) if row.get("event") == "save" and row.get("bytes")]
     finally:
         trial.clean()
-    pace = afterwards["step"][0]
+    pace = figures(trial.out, int(found[FIRST - 1]["from"]))["step"][0]
     wall, steps = found[-1]["at"] - found[FIRST - 1]["at"], int(found[-1]["from"] - found[FIRST - 1]["from"])
     share = steps * pace / wall
     hindsight = goodput(costs_of(trial.out), every)

@@ -239,6 +239,8 @@ class Prediction(Displayable):
     """Only when a number of tokens, samples or epochs was asked for."""
     rounds: Mapping[str, float] = field(default_factory=dict)
     """Of replicas that step alone: seconds and bytes of what joins them; see `simulate.sync.SyncCost`."""
+    goodput: Mapping[str, Any] = field(default_factory=dict)
+    """Only where a time between failures was given: the useful share, and what it follows from; see `simulate.goodput.Goodput`."""
     remedies: tuple[Remedy, ...] = ()
     """Each was predicted; those that fit first, then by what they cost the user."""
     ways_tried: int = 0

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from foretell.quantities import Run
     from foretell.search.solve.choose import Candidate, Choice
     from foretell.search.space.constraints import SearchConstraints
+    from foretell.simulate.goodput import Goodput
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -37,6 +38,8 @@ class PlanAnswer(Displayable):
     """None where nothing fits: `why` says what uses the memory."""
     run: Run | None = None
     """Hours, money and energy of the whole run, where its tokens were given."""
+    goodput: Goodput | None = None
+    """The useful share of the time, where a time between failures was given."""
     choice: Choice | None = None
     """What lost and why, the trade-offs, what other hardware would change; None of a plan from a file."""
     path: Path | None = None
@@ -71,7 +74,7 @@ class PlanAnswer(Displayable):
         if self.choice is None:
             return {"plan": file.to_json(self.plan) if self.plan else None, "file": str(self.path) if self.path else None}
         found = as_json(self.choice, str(self.path or ""), self.plan)
-        return {**found, "run": None if self.run is None else asdict(self.run)}
+        return {**found, "run": None if self.run is None else asdict(self.run), "goodput": None if self.goodput is None else self.goodput.to_json()}
 
     def headline(self) -> str:
         from foretell.search.solve.choose import told
@@ -95,6 +98,8 @@ class PlanAnswer(Displayable):
         if self.run is not None:
             money = f", ${self.run.money:,.0f}" if self.run.money is not None else ""
             found.append(("run", f"{human_seconds(self.run.seconds)}{money}"))
+        if self.goodput is not None:
+            found.append(("goodput", f"{100 * self.goodput.share:.1f} %"))
         return found
 
 
@@ -109,7 +114,8 @@ def plan(model: str | Sequence[str], options: PlanOptions) -> PlanAnswer:
     name = model if isinstance(model, str) else _script_model(model)
     choice, on = _chosen(plan_source(name, options), constraints(options), options, words)
     best = choice.best.plan if choice.best is not None else None
-    return PlanAnswer(model=name.removeprefix("script:"), hardware=on, plan=best, choice=choice, run=whole_run(best, options.tokens))
+    failing = goodput_of_choice(choice, best, options.mtbf)
+    return PlanAnswer(model=name.removeprefix("script:"), hardware=on, plan=best, choice=choice, run=whole_run(best, options.tokens), goodput=failing)
 
 
 def plan_source(name: str, options: PlanOptions) -> Source:
@@ -203,6 +209,17 @@ def whole_run(saved: Plan | None, tokens: float | None) -> Run | None:
     from foretell.price.energy import planned_run
 
     return planned_run(tokens, "tokens", said, saved.mesh.world)
+
+
+def goodput_of_choice(choice: Choice, saved: Plan | None, mtbf: float | None) -> Goodput | None:
+    """The useful share of a run with a plan that fails now and then: what its ranks save is counted where the plan was costed op by op."""
+    from foretell.simulate.goodput import SAVED, assumed_costs, goodput
+
+    if mtbf is None or saved is None:
+        return None
+    said, cost = saved.predicted, choice.best.cost if choice.best is not None and choice.best.plan is saved else None
+    counted = sum(cost.worst.memory.categories.get(name, 0) for name in SAVED) if cost is not None else said.get("allocated_bytes", 0)
+    return goodput(assumed_costs(counted, parse(saved.hardware), said.get("step_seconds"), saved.mesh.world), mtbf)
 
 
 def load_plan(path: str | Path) -> PlanAnswer:

@@ -129,7 +129,7 @@ def _largest(model: str, options: FitOptions) -> Prediction:
 def run_request(asked: Mapping[str, Any]) -> RunRequest:
     """What else is to be told of the run."""
     amount = Amount.of(**{name: asked[name] for name in ("tokens", "samples", "epochs", "dataset_size")})
-    return RunRequest(amount=amount, region=asked["region"], price=asked["price"], trace_out=asked["trace_out"])
+    return RunRequest(amount=amount, region=asked["region"], price=asked["price"], trace_out=asked["trace_out"], mtbf=asked.get("mtbf"))
 
 
 def _recipe(asked: Mapping[str, Any], cluster: Cluster) -> Recipe:
@@ -425,6 +425,7 @@ def _predict(
         energy=found.energy,
         cost=found.cost,
         run=found.run,
+        goodput=found.goodput.to_json() if found.goodput is not None else {},
         rounds=cost.rounds.to_json() if cost.rounds is not None else {},
         assumptions=(
             *_assumptions(recipe, cluster, expandable_segments, of(trace.meta), bool(own)), *cluster.notes, *notes, *found.notes, *_said(local),

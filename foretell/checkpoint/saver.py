@@ -198,6 +198,11 @@ class Saver:
         under, self._last = self._last, None
         return replace(done, stall_seconds=under.stall_seconds) if done is not None and under is not None else done
 
+    @property
+    def writing(self) -> bool:
+        """Whether a save was under way beside training since its end was last asked for."""
+        return self._thread is not None
+
     def wait(self, timeout_s: float | None = None) -> None:
         """Until nothing is under way."""
         for thread in (self._warming, self._thread):

@@ -43,6 +43,7 @@ def compare(
         common.emit_json({"comparison": found.to_json(), **({"profile": as_json(taught)} if taught else {})})
     else:
         show(found)
+        tell_goodput(run)
         if taught is not None:
             common.emit("\n".join(["", *told(taught)]))
     return common.NO_OR_FAILED if found.ok is False else common.YES
@@ -74,6 +75,15 @@ def show(found: Comparison) -> None:
     from foretell.report import comparison
 
     common.emit(comparison.render(found, common.width(), ascii_only=common.ascii_only(sys.stdout)))
+
+
+def tell_goodput(run: Path) -> None:
+    """Of a run that was told how often it may fail."""
+    from foretell.report.goodput import told_of
+    from foretell.report.words import folded
+
+    if told := told_of(run):
+        common.emit("\n".join(folded([told], common.width())))
 
 
 def written(run: Path) -> Comparison:

@@ -89,6 +89,8 @@ class FitOptions(StepOptions):
                                         read=words.amount("--dataset-size"))  # fmt: skip
     region: str | None = option(None, "Region for carbon intensity, e.g. FR; default: world average.", metavar="NAME")
     price: float | None = option(None, "Price per device-hour; default: a list price.", metavar="DOLLARS")
+    mtbf: float | None = option(None, "Mean time between failures of the whole run, e.g. 4h: adds the useful share of the time.", metavar="TIME",
+                                typed=str, read=words.duration("--mtbf", "30m, 4h or 2d"))  # fmt: skip
     trace_out: str | None = option(None, "Write the predicted timeline as a Chrome trace.", metavar="FILE")
     keep_writes: bool = option(False, "Let a script write its files; default: into a scratch folder.")
     advice_seconds: float | None = option(None, "After which no further way to make it fit is tried; 0: none; default: 10, or as long as the "

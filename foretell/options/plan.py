@@ -40,6 +40,8 @@ class PlanOptions:
     margin: float = option(0.0, "Share of each device's memory to leave free, such as 0.1.", metavar="SHARE")
     tokens: float | None = option(None, "Total training tokens, e.g. 1T: adds hours, cost and energy of the run.", metavar="N", typed=str,
                                   read=words.amount("--tokens"))  # fmt: skip
+    mtbf: float | None = option(None, "Mean time between failures of the whole run, e.g. 4h: adds the useful share of the time.", metavar="TIME",
+                                typed=str, read=words.duration("--mtbf", "30m, 4h or 2d"))  # fmt: skip
     step_law: bool = option(False, "Take the batch from the Step Law for --tokens, and say its learning rate.")
     deadline: float | None = option(None, "For the whole run: 30d, 12h, 90m or seconds.", metavar="TIME", typed=str,
                                     read=words.duration("--deadline", "30d, 12h, 90m or seconds"))  # fmt: skip

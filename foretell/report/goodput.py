@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from foretell.decode import json_of
+from foretell.errors import UserError
 from foretell.report import words
-from foretell.runtime.train.folder import FAULTS, read_settings
-from foretell.simulate.goodput import RESTART_SECONDS, FailureCosts, Goodput, KnownSeconds, goodput, measured_costs
 from foretell.units import human_seconds
 
+if TYPE_CHECKING:
+    from foretell.simulate.goodput import Goodput
+
+_WARM_STEPS = 3
 LEAST_STEPS = 20
 """Fewer say nothing of a pace."""
 _LOG = "log.jsonl"
@@ -20,6 +23,9 @@ _LOG = "log.jsonl"
 
 def of_run(folder: Path, mtbf: float | None = None) -> Goodput | None:
     """For failures every `mtbf` seconds, by default what the run was told; None where it was told nothing, or measured no checkpoint."""
+    from foretell.runtime.train.folder import read_settings
+    from foretell.simulate.goodput import RESTART_SECONDS, FailureCosts, KnownSeconds, goodput, measured_costs
+
     settings = read_settings(folder)
     wanted = mtbf if mtbf is not None else settings.mtbf if settings is not None else None
     found = figures(folder)
@@ -32,18 +38,22 @@ def of_run(folder: Path, mtbf: float | None = None) -> Goodput | None:
     return goodput(costs, wanted, every)
 
 
-def figures(folder: Path) -> dict[str, tuple[float, int]]:
-    """What a run measured: step, checkpoint, written, restart → seconds, and of how many."""
-    rows = list(_rows(folder / _LOG))
-    steps = [row for row in rows if row.get("event") == "step" and _is_time(row.get("seconds")) and type(row.get("step")) is int]
-    done = [row for row in rows if row.get("event") == "save" and row.get("bytes") and type(row.get("step")) is int]
+def figures(folder: Path, after: int = 0) -> dict[str, tuple[float, int]]:
+    """What a run measured after a step: step, checkpoint, written, restart → seconds, and of how many. The first steps of every start
+    are left out."""
+    from foretell.runtime.train.folder import FAULTS
+
+    rows = [row for row in _rows(folder / _LOG) if type(row.get("step")) is int and row["step"] >= after]
+    begun = [row["step"] for row in rows if row.get("event") in ("start", "resume")]
+    steps = [row for row in rows if row.get("event") == "step" and _is_time(row.get("seconds"))]
+    done = [row for row in rows if row.get("event") == "save" and row.get("bytes")]
     saves = [row for row in done if _is_time(row.get("seconds")) and _is_time(row.get("stall_seconds"))]
     found: dict[str, tuple[float, int]] = {}
-    took = {row["step"]: float(row["seconds"]) for row in steps}
+    took = {row["step"]: float(row["seconds"]) for row in steps if not any(0 < row["step"] - first <= _WARM_STEPS for first in begun)}
     beside = [_beside(took, row) for row in saves]
     plain = sorted(set(took) - {step for some in beside for step in some})
     if len(plain) >= LEAST_STEPS:
-        pace = statistics.median(took[step] for step in plain)
+        pace = statistics.fmean(took[step] for step in plain)
         found["step"] = pace, len(plain)
         slower = [sum(took[step] for step in some) - len(some) * pace for some in beside if some]
         if slower:  # training waits for a copy, and steps beside a save share cores and memory with it
@@ -78,8 +88,8 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
         return
     for line in lines:
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
+            row = json_of(line)
+        except ValueError:
             continue
         if isinstance(row, dict):
             yield row
@@ -98,8 +108,20 @@ def pieces(found: Mapping[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
-def sources(found: Mapping[str, Any]) -> list[str]:
-    """How each of its inputs is known."""
+def told_of(folder: Path) -> str:
+    """A sentence of a run that was told of failures, with what it has measured of checkpoints and restarts; empty for others."""
+    try:
+        found = of_run(folder)
+    except UserError:
+        return ""
+    if found is None:
+        return ""
+    told = found.to_json()
+    return f"Goodput: {', '.join(pieces(told))}; {', '.join(sources(told))}."
+
+
+def sources(found: Mapping[str, Any], *, reasons: bool = True) -> list[str]:
+    """How each of its inputs is known, and from what."""
     names = {"checkpoint": "checkpoint", "written": "written after", "restart": "restart"}
-    return [f"{said} {words.seconds(one['seconds'])} {one['how']}" + (f" ({one['why']})" if one["why"] else "")
+    return [f"{said} {words.seconds(one['seconds'])} {one['how']}" + (f" ({one['why']})" if one["why"] and reasons else "")
             for name, said in names.items() if (one := found["costs"][name])]  # fmt: skip

@@ -16,7 +16,8 @@ from typing import Any
 
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster
-from foretell.quantities import ASSUMED, MEASURED, Memory
+from foretell.quantities import ASSUMED, MEASURED
+from foretell.units import human_bytes
 
 DISK_BYTES_PER_SECOND = 1e9
 """Of a node, writing and reading, where the hardware says nothing of its disks."""
@@ -26,7 +27,8 @@ RESTART_SECONDS = {"cpu": 2.5}
 """From a fault to the first step, for ranks that are forked from a standby, without reading the checkpoint: measured on CPUs."""
 DEVICE_RESTART_SECONDS = 15.0
 """The same with devices and their libraries to start: assumed."""
-_SAVED = ("parameters", "optimizer")
+SAVED = ("parameters", "optimizer")
+"""Categories of bytes that are in a checkpoint."""
 _LARGEST = 700.0
 """Beyond this exp is no number."""
 
@@ -121,9 +123,8 @@ def _useful(interval: float, stall: float, after: float, mtbf: float) -> float:
 # --- what is assumed before anything was run -------------------------------------------------------------------------
 
 
-def assumed_costs(memory: Memory, cluster: Cluster, step_seconds: float | None, ranks: int) -> FailureCosts:
-    """Of a plan that nobody has run: weights and optimizer state over the link to the host, and on to the disk."""
-    nbytes = sum(memory.categories.get(name, 0) for name in _SAVED)
+def assumed_costs(nbytes: int, cluster: Cluster, step_seconds: float | None, ranks: int) -> FailureCosts:
+    """Of a plan that nobody has run: what each rank saves goes over the link to the host, and on to the disk."""
     link, disk = cluster.host_link, cluster.tier("disk")
     rate = HOST_BYTES_PER_SECOND if link is None or cluster.device.backend == "cpu" else link.bytes_per_second
     here = nbytes * min(max(1, ranks), max(1, cluster.devices_per_node))
@@ -131,7 +132,7 @@ def assumed_costs(memory: Memory, cluster: Cluster, step_seconds: float | None, 
     start = RESTART_SECONDS.get(cluster.device.backend, DEVICE_RESTART_SECONDS)
     return FailureCosts(
         step=KnownSeconds(seconds=step_seconds, how="predicted") if step_seconds else None,
-        checkpoint=KnownSeconds(seconds=nbytes / rate, how=ASSUMED, why=f"a copy at {rate / 1e9:.3g} GB/s, none of it hidden"),
+        checkpoint=KnownSeconds(seconds=nbytes / rate, how=ASSUMED, why=f"{human_bytes(nbytes)} a rank at {rate / 1e9:.3g} GB/s, none of it hidden"),
         written=KnownSeconds(seconds=here / write, how=ASSUMED, why=f"{write / 1e9:.3g} GB/s of disk a node"),
         restart=KnownSeconds(seconds=start + here / read, how=ASSUMED, why=f"{start:.3g} s and reading at {read / 1e9:.3g} GB/s"),
     )

@@ -16,6 +16,7 @@ from foretell.price.occupancy import share
 from foretell.price.speeds import Options, profile_for
 from foretell.price.time import Machine, op_prices, unmeasured_ops
 from foretell.quantities import Cost, Energy, Mfu, Run, Throughput, Time, Utilisation
+from foretell.simulate.goodput import SAVED, Goodput, assumed_costs, goodput
 from foretell.simulate.parts import PlanCost, sequence_length
 from foretell.simulate.wishes import Amount, RunRequest
 from foretell.trace.types import TF32, Trace
@@ -34,6 +35,7 @@ class Speed:
     energy: Energy | None = None
     cost: Cost | None = None
     run: Run | None = None
+    goodput: Goodput | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -69,8 +71,18 @@ def speed(cost: PlanCost, cluster: Cluster, how: Options, wishes: RunRequest | N
     return Speed(
         time=time, throughput=throughput, mfu=mfu if device.backend != "cpu" else None, energy=joules, cost=money, notes=tuple(notes),
         utilisation=_utilisation(local, known, time, load) if device.backend != "cpu" else None,
+        goodput=goodput_of(cost, cluster, asked.mtbf),
         run=_run(asked.amount, throughput, time, cluster, ranks, joules, money, length),
     )  # fmt: skip
+
+
+def goodput_of(cost: PlanCost, cluster: Cluster, mtbf: float | None) -> Goodput | None:
+    """Of a plan that nobody has run, where a time between failures was given."""
+    if mtbf is None:
+        return None
+    step = cost.time.step_seconds if cost.time is not None else None
+    nbytes = sum(cost.worst.memory.categories.get(name, 0) for name in SAVED)
+    return goodput(assumed_costs(nbytes, cluster, step, cost.plan.mesh.world), mtbf)
 
 
 def _utilisation(local: Trace, known: Machine, time: Time, load: watts.DeviceLoad) -> Utilisation:

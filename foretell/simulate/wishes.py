@@ -42,6 +42,8 @@ class RunRequest:
     region: str | None = None
     price: float | None = None
     trace_out: str | None = None
+    mtbf: float | None = None
+    """Seconds between failures of the whole run, on average."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -48,6 +48,7 @@ from foretell.trace.store import cache
 from foretell.trace.store import file as trace_file
 from foretell.trace.store import traces as stored
 from tests.pure import mutations as spoil
+from tests.pure import reader_cases as more
 from tests.pure import report_sample as sample
 from tests.pure.checkpoint_cases import save, saved_in, some_tensors
 
@@ -159,6 +160,7 @@ def build_corpus(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(at / "saved" / "checkpoints", some_tensors())
     shutil.copytree(saved_in(at / "saved" / "checkpoints"), at / "one")
     (at / "comparison.json").write_text(json.dumps(comparison.of_folder(at / "run").to_json()))
+    more.build(at, asked)
     no_more_tracing(monkeypatch)
 
 
@@ -334,6 +336,7 @@ def forged_readers() -> Iterator[Reader]:
 
 
 READERS = [*plan_readers(), *run_readers(), *hardware_readers(), *other_readers(), cache_reader("answers"), cache_reader("traces")]
+READERS += [Reader(name=one.name, spoils=one.spoils, how=one.how, words=one.words, call=one.call) for one in more.CASES]
 READERS += forged_readers() if CASES else ()
 
 

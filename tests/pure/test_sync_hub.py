@@ -6,6 +6,7 @@ the middle of one, before the mean has reached them. `benchmarks/diloco_churn.py
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import socket
@@ -409,3 +410,31 @@ def test_replicas_are_killed_and_joined_at_random_points(hub: Hub) -> None:
     assert all(len(found) == 1 for found in every.values()), "replicas ended a round with different weights"
     assert all(every[number + 1] == {one.hash} for number, one in enumerate(hub.rounds) if number + 1 in every)
     assert lasting[0] in members[-1] and len({number for one in members for number in one}) > KILLS // 4, "few were ever in a round"
+
+
+@pytest.mark.parametrize(("elements", "content"), [(4, bytes(16)), (-256, b""), (260, bytes(1040)), (256, bytes(16))])
+def test_a_replica_of_an_odd_length_is_sent_away_and_the_hub_serves_the_next(hub: Hub, elements: int, content: bytes) -> None:
+    """What it brought is forgotten: kept, it would end the thread that closes rounds for everybody."""
+    broken: list[str] = []
+    before, threading.excepthook = threading.excepthook, lambda args: broken.append(str(args.exc_value))
+    address = hub.start()
+    try:
+        with socket.create_connection(address, timeout=10) as link, contextlib.suppress(Gone, secure.Forged):
+            channel = HubChannel(link, "peer", opens=False)
+            channel.send("join", elements=elements)
+            channel.receive(1 << 16)
+            channel.send("seed", content)
+            pytest.fail(f"it got {channel.receive(1 << 16).kind}")
+        assert hub.begin is None
+        with socket.create_connection(address, timeout=10) as link:
+            channel = HubChannel(link, "peer", opens=False)
+            channel.send("join", elements=256)
+            assert channel.receive(1 << 16).kind == "seed"
+            channel.send("seed", bytes(4 * 256))
+            joined = channel.receive(1 << 16)
+            assert joined.kind == "state"
+            channel.send("give", bytes(codes.bytes_of(256)), round=0, hash=joined.said["hash"])
+            assert channel.receive(1 << 16).kind == "mean"
+    finally:
+        threading.excepthook = before
+    assert not broken

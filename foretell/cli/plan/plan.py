@@ -46,7 +46,7 @@ def plan(
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
 ) -> int:  # fmt: skip
     """Find the best plan to train MODEL on HW and write it. Exit 0 found, 1 nothing fits, 2 bad input."""
-    from foretell.api.plans import plan_source, whole_run
+    from foretell.api.plans import goodput_of_choice, plan_source, whole_run
 
     theirs: dict[str, Any] | None = None
     if from_ is not None:
@@ -75,7 +75,9 @@ def plan(
     saved = _pick(choice, point)
     checked = _rehearsed(source, saved, choice, point) if saved and on == "auto" and words is None else ""
     whole = answer.run if saved is answer.plan else whole_run(saved, asked.tokens)
-    told = {"explain": explain, "what_if": asked.what_if, "point": point, "whole": whole, "objective": asked.objective, "from": theirs}
+    failing = answer.goodput if saved is answer.plan else goodput_of_choice(choice, saved, asked.mtbf)
+    told: dict[str, Any] = {"explain": explain, "what_if": asked.what_if, "point": point, "whole": whole}
+    told |= {"objective": asked.objective, "from": theirs, "failing": failing}
     return _told(choice, saved, shown, on, out, checked, json, told)
 
 
@@ -85,12 +87,19 @@ def _told(choice: Choice, saved: Plan | None, model: str, on: str, out: str, che
 
     theirs = told.pop("from")
     _written(saved, choice, out)
-    whole = told["whole"]
+    whole, failing = told["whole"], told.pop("failing")
     if json:
         more = {"from": theirs} if theirs else {}
-        common.emit_json({**as_json(choice, out, saved), "run": None if whole is None else asdict(whole), "checked": checked or None, **more})
+        more |= {"run": None if whole is None else asdict(whole), "goodput": None if failing is None else failing.to_json()}
+        common.emit_json({**as_json(choice, out, saved), "checked": checked or None, **more})
     else:
         text = screen(choice, model, on, out, **told)
+        if failing is not None:
+            from foretell.report import goodput
+            from foretell.report.words import folded
+
+            found = failing.to_json()
+            text = "\n".join([text, *folded([f"Goodput: {', '.join(goodput.pieces(found))}; {', '.join(goodput.sources(found))}."], common.width())])
         common.emit(f"{text}\nChecked: {checked}." if checked else text)
     return common.YES if choice.best is not None else common.NO_OR_FAILED
 

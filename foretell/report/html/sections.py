@@ -19,6 +19,7 @@ from foretell.plan.recipe import known_blocks
 from foretell.plan.types import Plan
 from foretell.report import words
 from foretell.report.comparison import compare, repeats
+from foretell.report.goodput import told_of as goodput_told
 from foretell.report.html import figures
 from foretell.report.html import ranks as html_ranks
 from foretell.report.html import summary as html_summary
@@ -117,6 +118,8 @@ def _remarks(subject: Subject, said: Mapping[str, Any], detail: Detail | None, w
         yield f"{busy[:1].upper()}{busy[1:]}. Its seconds are not those of a machine of its own."
     if subject.run is not None and not subject.finished:
         yield "This run has no measurement yet: it is still going, or ended before its first summary."
+    if subject.run is not None and (goodput := goodput_told(subject.run)):
+        yield goodput
     if why_not:
         yield f"Memory over the step, blocks and pipeline are left out: {why_not}"
     if detail is not None and detail.cost.time is not None and isinstance(said.get("step_seconds"), int | float):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from foretell.quantities import ASSUMED, MEASURED, NO, Cost, Energy, Prediction, Run, Time
-from foretell.report import command, words
+from foretell.report import command, goodput, words
 from foretell.report.terminal import bar
 from foretell.units import human_count
 
@@ -31,6 +31,9 @@ def lines(prediction: Prediction, width: int, detail: int) -> list[Text]:
     if prediction.run is not None:
         told = _run(prediction.run, prediction, room)
         shown += told[:3] if detail == BRIEF else told
+    if prediction.goodput:
+        found = goodput.pieces(prediction.goodput) + goodput.sources(prediction.goodput, reasons=detail >= FULL)
+        shown += _flowed("goodput", found, room, "bold")
     return shown + (_sources(prediction, time, room) if detail >= FULL else [])
 
 

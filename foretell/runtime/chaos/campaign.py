@@ -9,10 +9,11 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from foretell.decode import json_of, value_of
 from foretell.errors import UserError
 from foretell.runtime.chaos.faults import FAULTS, FaultClass
 from foretell.runtime.chaos.remains import FILES, LOSSES, PARTS, remains_of, twin
@@ -59,23 +60,6 @@ class ChaosTrial:
 
     def to_json(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value != "" or name == "problem"}
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> ChaosTrial:
-        """A row of a trials file; what a later version adds is left out."""
-        known = {one.name: one.type for one in fields(cls)}
-        try:
-            found = cls(**{name: value for name, value in row.items() if name in known})
-        except TypeError as error:
-            raise ValueError(str(error)) from None
-        seconds = (found.named, found.seconds, found.whole_seconds)
-        counts = (found.ranks, found.seed, found.step, found.lost, found.repeated, found.left, 0 if found.steps_again is None else found.steps_again)
-        words = (found.fault, found.problem, found.not_tried, found.said)
-        flags = (found.good, found.losses, found.files, found.data, found.repeatable)
-        if not (all(type(one) is str for one in words) and all(type(one) is bool for one in flags) and all(type(one) is int for one in counts)
-                and all(one is None or (type(one) in (int, float) and 0 <= one < float("inf")) for one in seconds)):  # fmt: skip
-            raise ValueError("a value of another kind")
-        return found
 
 
 def tried(name: str, seed: int, asked: ChaosRequest, *, kind: FaultClass | None = None, per_step: int = 1) -> ChaosTrial:
@@ -170,8 +154,8 @@ def begun(work: Path, identity: Mapping[str, Any]) -> list[ChaosTrial]:
         work.mkdir(parents=True, exist_ok=True)
         about.write_text(json.dumps(identity, indent=2) + "\n")
     try:
-        before = json.loads(about.read_text())
-    except (ValueError, RecursionError):
+        before = json_of(about.read_bytes())
+    except ValueError:
         before = None
     if before != identity:
         other = next((key for key in identity if not isinstance(before, dict) or before.get(key) != identity[key]), "more")
@@ -187,11 +171,8 @@ def trials_in(path: Path) -> list[ChaosTrial]:
         if not line:
             continue
         try:
-            row = json.loads(line)
-            if not isinstance(row, dict):
-                raise ValueError("no object")
-            found.append(ChaosTrial.from_json(row))
-        except (ValueError, RecursionError) as error:
+            found.append(value_of(ChaosTrial, json_of(line)))
+        except ValueError as error:
             if number == len(lines):
                 continue
             raise UserError(f"{path}, line {number}: no trial ({error})", "delete that line, or give another --out") from None

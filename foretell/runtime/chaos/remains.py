@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from foretell.decode import json_of, value_of
 from foretell.errors import UserError
+from foretell.files import write_atomically
 from foretell.runtime.chaos.trial import ChaosRequest, Trial, log, rows_of
 
 LOSSES, FILES, DATA = "losses", "files", "data"
@@ -62,7 +64,8 @@ def twin(asked: ChaosRequest, env: Mapping[str, str], flags: list[str], *, again
     kind = hashlib.sha256(json.dumps([sorted(env.items()), flags]).encode()).hexdigest()[:8] if env or flags else "plain"
     folder = asked.work / f"twin-{asked.world}-{kind}{'-again' if again else ''}"
     done = folder / "twin.json"
-    if not done.exists():
+    kept = kept_remains(done)
+    if kept is None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         trial = Trial(asked, folder, [*flags, "--no-standby"], dict(env))
@@ -75,6 +78,15 @@ def twin(asked: ChaosRequest, env: Mapping[str, str], flags: list[str], *, again
             last = next((line for line in reversed(trial.said.splitlines()) if line.startswith("error: ")), "").removeprefix("error: ")
             raise UserError(f"the plan does not run where nothing hurts it: exit status {status}" + (f", {last}" if last else ""),
                             f"foretell run {asked.plan} --steps {asked.steps}", trial.said[-2000:] if not last else "")  # fmt: skip
-        done.write_text(json.dumps(asdict(remains_of(trial.out, asked.steps))))
+        kept = remains_of(trial.out, asked.steps)
+        write_atomically(done, json.dumps(asdict(kept)))
         shutil.rmtree(trial.out, ignore_errors=True)
-    return Remains(**json.loads(done.read_text()))
+    return kept
+
+
+def kept_remains(path: Path) -> Remains | None:
+    """Those of a twin that was run before; None where there is none, or the file is not whole."""
+    try:
+        return value_of(Remains, json_of(path.read_bytes()))
+    except (OSError, ValueError):
+        return None

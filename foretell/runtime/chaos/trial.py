@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import re
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from foretell.decode import json_of
 from foretell.runtime.process import proc
 from foretell.runtime.process.launch import end_with_parent
 from foretell.trace.sandbox.process import package_parent
@@ -208,9 +208,9 @@ def log(out: Path) -> str:
 def rows_of(text: str) -> list[dict[str, Any]]:
     """Whole rows of a log: the last one may be half written."""
     found = []
-    for line in text.splitlines():
+    for line in text.split("\n"):
         with contextlib.suppress(ValueError):
-            row = json.loads(line)
+            row = json_of(line)
             if isinstance(row, dict):
                 found.append(row)
     return found

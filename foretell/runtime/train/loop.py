@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from foretell.checkpoint.format import TensorMeta
-from foretell.checkpoint.interval import steps_between
+from foretell.checkpoint.interval import SlowedSteps, steps_between
 from foretell.errors import UserError
 from foretell.plan import file as plans
 from foretell.plan.types import Plan
@@ -84,6 +84,7 @@ class TrainingRun:
         self.schedule = self.settings.schedule_for(self.plan)
         self.peak = measure.peak_flops(self.ranks.device, self.plan.precision)
         self.clock = measure.clock_of(self.ranks.device)
+        self.pace = measure.PredictedPace()
         self.tally, self.joules = Tally(), Joules(self.ranks.device)
         self.load = load.LoadMeter(os.getppid() if launch.is_rank() else None, gpus=self.ranks.device.type == "cuda")
         self._delayed, self._busy = delayed(), False
@@ -96,6 +97,7 @@ class TrainingRun:
         self.overflows = 0
         """Steps without an update since their scaled gradients overflowed."""
         self.last_saved: save.SavedCheckpoint | None = None
+        self.slowed = SlowedSteps()
         self.next_save: int | None = None
         """Where the interval is to be found: the step of the next save, the same on every rank."""
         self.origin: tuple[int, int] | None = None
@@ -268,6 +270,7 @@ class TrainingRun:
             self.progress.at(LOGGING)
             self._note(self.clock.read())
             self._look_at_disk()
+            self.slowed.step(self.tally.last_seconds, saving=self.saver is not None and self.saver.writing)
             self._tell_save()
             self._find_next_save()
             if self.step == first + 2:
@@ -370,13 +373,15 @@ class TrainingRun:
             seconds=reading.seconds, backward_seconds=reading.backward_seconds, update_seconds=reading.update_seconds,
             mfu=share, **self._memory,
         )  # fmt: skip
+        predicted = self.plan.predicted.get("step_seconds") if applies(self.plan, self.ranks) else None
+        if (slow := self.pace.look(self.tally, predicted)) is not None:
+            launch.tell_launcher({launch.SLOWER: slow})
         if now - self._told < TELL_SECONDS and reading.step < self.settings.steps:
             return
         self._told = now
         if self.load.look():
             self._busy = bool(load.words(self.load.glance(), self._delay_share()))
         seconds = self.tally.recent_seconds() or reading.seconds
-        predicted = self.plan.predicted.get("step_seconds") if applies(self.plan, self.ranks) else None
         peak = self._memory.get("allocated_bytes")
         text = log.line(
             reading, self.settings.steps, rate=self.per_step / seconds, unit=self.unit,
@@ -428,7 +433,7 @@ class TrainingRun:
         """Where it is to be found when to save: one step after a save all ranks know what it cost, and agree."""
         if self.settings.mtbf is None or self.saver is None or self.next_save is not None:
             return
-        told = self.control.gather([self.saver.stall_seconds, self.tally.recent_seconds()])
+        told = self.control.gather([self.saver.stall_seconds + self.slowed.seconds, self.tally.recent_seconds()])
         cost, step = (max(said) for said in zip(*told, strict=True))
         self.next_save = self.step + steps_between(cost, self.settings.mtbf, step, self.settings.steps)
 

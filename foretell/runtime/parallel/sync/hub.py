@@ -134,6 +134,8 @@ class Hub:
     def _join(self, channel: HubChannel, message: HubMessage, guest: _Guest | None) -> _Guest:
         """Give what the round began from; the first replica of all brings it."""
         elements = int(message.said["elements"])
+        if elements <= 0 or elements % codes.BLOCK:
+            raise Forged(f"a replica has {elements:,} weights, which is no number of blocks")
         with self._change:
             self._count += guest is None
             found = guest or _Guest(self._count)
@@ -232,9 +234,9 @@ class Hub:
 
     def _plain(self, content: bytearray) -> Tensor:
         assert self.begin is not None
-        vector = codes.plain(torch.frombuffer(content, dtype=torch.int8)) if self.sync.format == "int8" else _floats(content)
-        if vector.numel() != self.begin.numel():
+        if len(content) != (codes.bytes_of(self.begin.numel()) if self.sync.format == "int8" else 4 * self.begin.numel()):
             raise Forged("a replica gave a vector of another length")
+        vector = codes.plain(torch.frombuffer(content, dtype=torch.int8)) if self.sync.format == "int8" else _floats(content)
         if not bool(vector.isfinite().all()):  # one that is no number would be everybody's
             raise Forged("a replica gave what is no number")
         return vector
