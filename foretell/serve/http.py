@@ -108,6 +108,9 @@ class Server:
         except _Refused as refused:
             with contextlib.suppress(OSError):
                 await _send(writer, refused.status, asked.problem(refused.words, refused.kind), close=True)
+                writer.write_eof()
+                with contextlib.suppress(TimeoutError):  # what it still sends: closed unread, the answer would be lost with it
+                    await asyncio.wait_for(reader.read(MOST_HEAD), 0.5)
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass
         finally:
@@ -291,7 +294,7 @@ async def _read(reader: asyncio.StreamReader) -> _Request | None:
     if len(words) != 3 or not words[2].startswith("HTTP/1."):
         raise _Refused(400, "this is no HTTP/1 request")
     headers: dict[str, str] = {}
-    size = len(line)
+    size, count = len(line), 0
     while True:
         try:
             line = await reader.readuntil(b"\r\n")
@@ -299,8 +302,8 @@ async def _read(reader: asyncio.StreamReader) -> _Request | None:
             raise _Refused(431, "a header is too long") from error
         if line == b"\r\n":
             break
-        size += len(line)
-        if size > MOST_HEAD or len(headers) >= MOST_HEADERS:
+        size, count = size + len(line), count + 1
+        if size > MOST_HEAD or count > MOST_HEADERS:
             raise _Refused(431, "the headers are too long")
         name, _, value = line.decode("latin-1").partition(":")
         headers[name.strip().lower()] = value.strip()

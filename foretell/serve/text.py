@@ -132,7 +132,7 @@ class Answer:
         self.held, self.stopped = "", False
 
     def add(self, token: int) -> str:
-        return self._told(self.decoder.add(token), last=False)
+        return "" if self.stopped else self._told(self.decoder.add(token), last=False)
 
     def end(self) -> str:
         return "" if self.stopped else self._told(self.decoder.end(), last=True)
