@@ -11,10 +11,10 @@ from typing import NamedTuple
 from torch import nn
 
 from foretell.errors import UserError
-from foretell.serve.runner import Runner
-from foretell.serve.sampling import Sampling, Token
+from foretell.serve.runner import StepRunner
+from foretell.serve.sampling import ChosenToken, Sampling
 from foretell.simulate.serving.pages import Pages
-from foretell.simulate.serving.scheduler import Limits, Scheduler, Step
+from foretell.simulate.serving.scheduler import Scheduler, StepLimits
 from foretell.simulate.serving.scheduler import Sequence as Scheduled
 
 LENGTH, STOP, CANCELLED = "length", "stop", "cancelled"
@@ -22,14 +22,14 @@ LENGTH, STOP, CANCELLED = "length", "stop", "cancelled"
 
 
 @dataclass(eq=False)
-class Generation:
+class Completion:
     """One request and its answer so far."""
 
     number: int
     prompt: tuple[int, ...]
     how: Sampling
     scheduled: Scheduled
-    tokens: list[Token] = field(default_factory=list)
+    tokens: list[ChosenToken] = field(default_factory=list)
     """Of the answer."""
     ended: str = ""
 
@@ -38,31 +38,31 @@ class Generation:
         return [one.id for one in self.tokens]
 
 
-class Event(NamedTuple):
+class TokenEvent(NamedTuple):
     """A token of a request, or its end (then there may be none)."""
 
-    generation: Generation
-    token: Token | None
+    generation: Completion
+    token: ChosenToken | None
     ended: str
 
 
-class Engine:
+class ServingEngine:
     """A model on one device, its pages, and who is served."""
 
-    def __init__(self, model: nn.Module, *, pages: int, size: int = 16, limits: Limits, share: bool = True, check: bool = True) -> None:
-        self.runner = Runner(model, pages, size, check=check)
+    def __init__(self, model: nn.Module, *, pages: int, size: int = 16, limits: StepLimits, share: bool = True, check: bool = True) -> None:
+        self.runner = StepRunner(model, pages, size, check=check)
         self.scheduler = Scheduler(Pages(pages, size), limits)
         self.share = share
         self.longest = min(self.scheduler.longest, self.runner.context)
         """Tokens of a request, prompt and answer, at most."""
         self._numbers = itertools.count()
-        self._under_way: dict[Scheduled, Generation] = {}
+        self._under_way: dict[Scheduled, Completion] = {}
 
     @property
     def idle(self) -> bool:
         return not self._under_way
 
-    def submit(self, prompt: Sequence[int], how: Sampling, salt: str = "") -> Generation:
+    def submit(self, prompt: Sequence[int], how: Sampling, salt: str = "") -> Completion:
         """A request; refused where it could never be finished. Prompts of one salt share pages of what they begin with."""
         if any(not 0 <= one < self.runner.words for one in prompt):
             raise UserError(f"a prompt has token {max(prompt, key=abs)}, and the model has {self.runner.words}", "tokens of its own vocabulary")
@@ -71,20 +71,20 @@ class Engine:
             raise UserError(f"{len(prompt)} tokens of prompt and {how.most} of answer, and there is room for {self.longest}", room)
         number = next(self._numbers)
         scheduled = Scheduled(number, len(prompt), how.most)
-        made = Generation(number, tuple(prompt), how, scheduled)
+        made = Completion(number, tuple(prompt), how, scheduled)
         if self.share:
             scheduled.key = self._keys(made, salt)
         self.scheduler.add(scheduled)
         self._under_way[scheduled] = made
         return made
 
-    def cancel(self, generation: Generation) -> None:
+    def cancel(self, generation: Completion) -> None:
         """Nobody wants the rest; its pages are free from the next step on."""
         if self._under_way.pop(generation.scheduled, None) is not None:
             generation.ended = CANCELLED
             self.scheduler.end(generation.scheduled)
 
-    def step(self) -> list[Event]:
+    def step(self) -> list[TokenEvent]:
         """Compute the next step; the tokens it gave."""
         step = self.scheduler.step()
         if not step:
@@ -96,7 +96,7 @@ class Engine:
         self.scheduler.done(step)
         return [self._taken(one, token) for one, token in zip(sampling, tokens, strict=True)]
 
-    def generate(self, prompts: Sequence[Sequence[int]], how: Sampling | Sequence[Sampling]) -> list[Generation]:
+    def generate(self, prompts: Sequence[Sequence[int]], how: Sampling | Sequence[Sampling]) -> list[Completion]:
         """Answers to all of some prompts."""
         each = [how] * len(prompts) if isinstance(how, Sampling) else list(how)
         made = [self.submit(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
@@ -108,7 +108,7 @@ class Engine:
         """The model is as it was."""
         self.runner.packed.release()
 
-    def _taken(self, one: Generation, token: Token) -> Event:
+    def _taken(self, one: Completion, token: ChosenToken) -> TokenEvent:
         if token.id in one.how.stop_tokens:
             one.ended = STOP
         else:
@@ -118,9 +118,9 @@ class Engine:
         if one.ended:
             self._under_way.pop(one.scheduled)
             self.scheduler.end(one.scheduled)
-        return Event(one, None if one.ended == STOP else token, one.ended)
+        return TokenEvent(one, None if one.ended == STOP else token, one.ended)
 
-    def _keys(self, one: Generation, salt: str) -> Callable[[int], bytes]:
+    def _keys(self, one: Completion, salt: str) -> Callable[[int], bytes]:
         """Of each full page: a digest of all tokens up to its end."""
         size = self.scheduler.pages.size
         known: list[bytes] = []
@@ -135,12 +135,9 @@ class Engine:
         return key
 
 
-def _row(one: Generation, start: int, count: int) -> list[int]:
+def _row(one: Completion, start: int, count: int) -> list[int]:
     """Tokens of prompt and answer."""
     end, prompt = start + count, len(one.prompt)
     if end <= prompt:
         return list(one.prompt[start:end])
     return [*one.prompt[start:], *(token.id for token in one.tokens[max(0, start - prompt) : end - prompt])]
-
-
-__all__ = ["CANCELLED", "LENGTH", "STOP", "Engine", "Event", "Generation", "Limits", "Step"]

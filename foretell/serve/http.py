@@ -1,6 +1,6 @@
 """OpenAI's HTTP interface on the standard library: completions, chat, models, health, metrics.
 
-    client ─► _Connection ─► asked.read ─► Keeper.submit ─► tokens ─► text ─► pieces of a stream, or one object
+    client ─► _Connection ─► asked.read ─► EngineThread.submit ─► tokens ─► text ─► pieces of a stream, or one object
                                              └── a client that goes away: cancelled, its pages are free in the next step
 """
 
@@ -17,17 +17,17 @@ from typing import Any
 
 from foretell.errors import UserError
 from foretell.serve import asked
-from foretell.serve.engine import STOP, Event, Generation
-from foretell.serve.keeper import FAILED, Busy, Keeper
-from foretell.serve.sampling import Token
-from foretell.serve.text import Answer, Words
+from foretell.serve.engine import STOP, Completion, TokenEvent
+from foretell.serve.sampling import ChosenToken
+from foretell.serve.text import AnswerText, Words
+from foretell.serve.thread import FAILED, Busy, EngineThread
 
 MOST_HEAD, MOST_BODY, MOST_HEADERS = 64 * 2**10, 8 * 2**20, 100
 IDLE_SECONDS = 75.0
 """A connection that says nothing for so long is closed."""
 REASONS = {
     200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 413: "Content Too Large", 429: "Too Many Requests",
-    431: "Request Header Fields Too Large", 500: "Internal Server Error", 503: "Service Unavailable",
+    431: "Request Header Fields Too Large", 500: "Internal HttpServer Error", 503: "Service Unavailable",
 }  # fmt: skip
 PATHS = {"/v1/completions": "POST", "/v1/chat/completions": "POST", "/v1/models": "GET", "/health": "GET", "/metrics": "GET"}
 
@@ -48,21 +48,21 @@ class _Refused(Exception):
         self.status, self.words, self.kind = status, words, kind
 
 
-class _Part:
+class _AnswerPart:
     """One of the answers of a request: its text so far, by way of a queue from the engine's thread."""
 
-    def __init__(self, index: int, answer: Answer) -> None:
+    def __init__(self, index: int, answer: AnswerText) -> None:
         self.index, self.answer = index, answer
-        self.events: asyncio.Queue[Event] = asyncio.Queue()
-        self.generation: Generation | None = None
+        self.events: asyncio.Queue[TokenEvent] = asyncio.Queue()
+        self.generation: Completion | None = None
         self.tokens = 0
         self.ended = ""
 
 
-class Server:
+class HttpServer:
     """One model behind one address."""
 
-    def __init__(self, keeper: Keeper, words: Words, model: str) -> None:
+    def __init__(self, keeper: EngineThread, words: Words, model: str) -> None:
         self.keeper, self.words, self.model = keeper, words, model
         self.began = time.time()
         self._open: set[asyncio.Task[None]] = set()
@@ -176,15 +176,15 @@ class Server:
                 if not part.ended and part.generation is not None:
                     self.keeper.cancel(part.generation)
 
-    async def _submitted(self, wanted: asked.Asked) -> list[_Part]:
+    async def _submitted(self, wanted: asked.Asked) -> list[_AnswerPart]:
         loop = asyncio.get_running_loop()
-        parts: list[_Part] = []
+        parts: list[_AnswerPart] = []
         try:
             for prompt in wanted.prompts:
                 for how in wanted.samplings:
-                    part = _Part(len(parts), Answer(self.words.decoder(), wanted.stops))
+                    part = _AnswerPart(len(parts), AnswerText(self.words.decoder(), wanted.stops))
 
-                    def listen(event: Event, part: _Part = part) -> None:
+                    def listen(event: TokenEvent, part: _AnswerPart = part) -> None:
                         with contextlib.suppress(RuntimeError):  # the loop is over
                             loop.call_soon_threadsafe(part.events.put_nowait, event)
 
@@ -197,7 +197,7 @@ class Server:
             raise
         return parts
 
-    async def _pieces(self, part: _Part) -> AsyncIterator[tuple[str, Token | None]]:
+    async def _pieces(self, part: _AnswerPart) -> AsyncIterator[tuple[str, ChosenToken | None]]:
         """The text of an answer as it comes."""
         while not part.ended:
             event = await part.events.get()
@@ -219,7 +219,7 @@ class Server:
                 part.ended = STOP
             yield text, event.token
 
-    async def _whole(self, wanted: asked.Asked, parts: list[_Part], writer: asyncio.StreamWriter) -> None:
+    async def _whole(self, wanted: asked.Asked, parts: list[_AnswerPart], writer: asyncio.StreamWriter) -> None:
         choices = []
         for part in parts:
             texts, tokens = [], []
@@ -230,14 +230,14 @@ class Server:
             choices.append(asked.choice(wanted.chat, False, part.index, "".join(texts), part.ended, logs))
         await _send(writer, 200, {**asked.head(wanted.chat, self.model, False), "choices": choices, "usage": self._usage(wanted, parts)})
 
-    async def _streamed(self, wanted: asked.Asked, parts: list[_Part], writer: asyncio.StreamWriter) -> None:
+    async def _streamed(self, wanted: asked.Asked, parts: list[_AnswerPart], writer: asyncio.StreamWriter) -> None:
         head = asked.head(wanted.chat, self.model, True)
         writer.write(
             b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-cache\r\nTransfer-Encoding: chunked\r\n\r\n"
         )
         lock = asyncio.Lock()
 
-        async def tell(part: _Part) -> None:
+        async def tell(part: _AnswerPart) -> None:
             async for text, token in self._pieces(part):
                 if text or part.ended:
                     logs = self._logprobs(wanted, [token] if token is not None else [])
@@ -254,11 +254,11 @@ class Server:
         await _chunk(writer, b"data: [DONE]\n\n")
         await _chunk(writer, b"")
 
-    def _usage(self, wanted: asked.Asked, parts: list[_Part]) -> dict[str, Any]:
+    def _usage(self, wanted: asked.Asked, parts: list[_AnswerPart]) -> dict[str, Any]:
         shared = sum(part.generation.scheduled.shared for part in parts if part.generation is not None)
         return asked.usage(sum(map(len, wanted.prompts)), sum(part.tokens for part in parts), shared)
 
-    def _logprobs(self, wanted: asked.Asked, tokens: list[Token]) -> Any:
+    def _logprobs(self, wanted: asked.Asked, tokens: list[ChosenToken]) -> Any:
         if wanted.samplings[0].logprobs is None:
             return None
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from foretell.errors import ModelError
-from foretell.serve.sampling import Sampling, Token, choose
+from foretell.serve.sampling import ChosenToken, Sampling, choose
 from foretell.simulate.serving.scheduler import Step
 from foretell.trace.serving.packed import REMEDY, Cached, How, Packed, layers_of
 
@@ -21,7 +21,7 @@ AGREES = {torch.float32: 1e-3, torch.bfloat16: 8e-2, torch.float16: 2e-2}
 """Of the largest logit: how far both may be apart."""
 
 
-class Pool:
+class KvPool:
     """Keys and values of all layers, page by page."""
 
     def __init__(self, layers: Sequence[Cached], pages: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -38,7 +38,7 @@ class Pool:
 class _Rows:
     """Where the tokens of one step are and what they attend to; the attention of every layer."""
 
-    def __init__(self, pool: Pool, step: Step, device: torch.device) -> None:
+    def __init__(self, pool: KvPool, step: Step, device: torch.device) -> None:
         self.pool = pool
         self.rows: list[tuple[int, int, int, Tensor]] = []
         written, first = [], 0
@@ -85,7 +85,7 @@ def attended(how: How, query: Tensor, key: Tensor, value: Tensor, gone: int) -> 
     return (shares @ v)[0].transpose(0, 1)
 
 
-class Runner:
+class StepRunner:
     """A model, its pages and the device they are on."""
 
     def __init__(self, model: nn.Module, pages: int, size: int, *, check: bool = True) -> None:
@@ -95,11 +95,11 @@ class Runner:
         self.words, self.context = _words(model), _context(model)
         self.packed = Packed(model)
         self.layers = layers_of(self.packed, self.device)
-        self.pool = Pool(self.layers, pages, size, self.dtype, self.device)
+        self.pool = KvPool(self.layers, pages, size, self.dtype, self.device)
         if check:
             self._agrees()
 
-    def run(self, step: Step, tokens: Sequence[Sequence[int]], asked: Sequence[tuple[Sampling, int]]) -> list[Token]:
+    def run(self, step: Step, tokens: Sequence[Sequence[int]], asked: Sequence[tuple[Sampling, int]]) -> list[ChosenToken]:
         """Compute a step: the tokens of each row, and how those that sample do. One token for each of these."""
         if not step:
             return []

@@ -41,7 +41,7 @@ class Sampling:
             raise UserError(f"{self.logprobs} log probabilities a token", "0 to 20")
 
 
-class Token(NamedTuple):
+class ChosenToken(NamedTuple):
     """One that was chosen."""
 
     id: int
@@ -50,7 +50,7 @@ class Token(NamedTuple):
     likeliest: tuple[tuple[int, float], ...] = ()
 
 
-def choose(logits: Tensor, asked: Sequence[tuple[Sampling, int]]) -> list[Token]:
+def choose(logits: Tensor, asked: Sequence[tuple[Sampling, int]]) -> list[ChosenToken]:
     """A token for each row; with each row how it is chosen, and which token of its answer it is."""
     best = logits.argmax(-1)
     drawn = [place for place, (how, _) in enumerate(asked) if how.temperature > 0]
@@ -61,13 +61,13 @@ def choose(logits: Tensor, asked: Sequence[tuple[Sampling, int]]) -> list[Token]
     ids = best.tolist()
     told = [place for place, (how, _) in enumerate(asked) if how.logprobs is not None]
     if not told:
-        return [Token(one) for one in ids]
+        return [ChosenToken(one) for one in ids]
     logs = logits[told].float().log_softmax(-1).cpu()
-    found = [Token(one) for one in ids]
+    found = [ChosenToken(one) for one in ids]
     for row, place in zip(logs, told, strict=True):
         top = row.topk(asked[place][0].logprobs or 0)
         likeliest = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-        found[place] = Token(ids[place], float(row[ids[place]]), likeliest)
+        found[place] = ChosenToken(ids[place], float(row[ids[place]]), likeliest)
     return found
 
 

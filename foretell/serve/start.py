@@ -13,10 +13,10 @@ import torch
 from foretell.checkpoint.pretrained import load_into
 from foretell.errors import UserError
 from foretell.plan.text import shell_word
-from foretell.serve.engine import Engine, Limits
-from foretell.serve.http import Server
-from foretell.serve.keeper import Keeper
+from foretell.serve.engine import ServingEngine, StepLimits
+from foretell.serve.http import HttpServer
 from foretell.serve.text import words_of
+from foretell.serve.thread import EngineThread
 from foretell.trace.load.model import Source, load
 from foretell.units import human_bytes
 
@@ -45,11 +45,11 @@ class Setup:
 class Started:
     """A server with all that it holds."""
 
-    def __init__(self, setup: Setup, engine: Engine, server: Server, notes: list[str]) -> None:
+    def __init__(self, setup: Setup, engine: ServingEngine, server: HttpServer, notes: list[str]) -> None:
         self.setup, self.engine, self.server, self.notes = setup, engine, server, notes
 
     def about(self) -> dict[str, Any]:
-        """Bytes of weights and pages as they are, and what fits into the pages."""
+        """ByteWords of weights and pages as they are, and what fits into the pages."""
         runner = self.engine.runner
         weights = sum(one.nbytes for one in {id(tensor): tensor for tensor in runner.model.state_dict().values()}.values())
         a_token = runner.pool.nbytes // (self.setup.pages * self.setup.size)
@@ -92,11 +92,11 @@ def started(setup: Setup) -> Started:
         notes.append("no weights were given: they are random numbers, and so are the answers (--init-from PATH)")
     dtype = DTYPES[("fp32" if device.type == "cpu" else "bf16") if setup.dtype == "auto" else setup.dtype]
     model = model.to(device=device, dtype=dtype)
-    limits = Limits(running=setup.running, tokens=max(setup.tokens, setup.running))
-    engine = Engine(model, pages=setup.pages, size=setup.size, limits=limits, share=setup.share)
+    limits = StepLimits(running=setup.running, tokens=max(setup.tokens, setup.running))
+    engine = ServingEngine(model, pages=setup.pages, size=setup.size, limits=limits, share=setup.share)
     words = words_of(setup.tokenizer, engine.runner.words)
-    keeper = Keeper(engine, most_waiting=setup.queue)
-    return Started(setup, engine, Server(keeper, words, setup.model), notes)
+    keeper = EngineThread(engine, most_waiting=setup.queue)
+    return Started(setup, engine, HttpServer(keeper, words, setup.model), notes)
 
 
 def _device(name: str) -> torch.device:

@@ -30,7 +30,7 @@ class Decoder(Protocol):
     def end(self) -> str: ...
 
 
-class Bytes:
+class ByteWords:
     """Each byte is a token: what fits any model of 256 words or more."""
 
     stops: tuple[int, ...] = ()
@@ -59,7 +59,7 @@ class _ByteDecoder:
         return self.inner.decode(b"", True)
 
 
-class Folder:
+class FolderWords:
     """A tokenizer as transformers reads it from a local folder."""
 
     def __init__(self, path: Path) -> None:
@@ -118,13 +118,13 @@ def words_of(path: str | None, known: int) -> Words:
         folder = Path(path)
         if not any((folder / name).is_file() for name in TOKENIZERS):
             raise UserError(f"{folder} has no tokenizer", f"a folder with {' or '.join(TOKENIZERS[:2])}")
-        return Folder(folder)
+        return FolderWords(folder)
     if known < 256:
         raise UserError(f"the model has {known} words, and each byte of a text is a token", "a model of 256 words or more, or --tokenizer FOLDER")
-    return Bytes()
+    return ByteWords()
 
 
-class Answer:
+class AnswerText:
     """The text of one answer, cut at the first of its stop strings; what may begin one is held back."""
 
     def __init__(self, decoder: Decoder, stops: Sequence[str]) -> None:

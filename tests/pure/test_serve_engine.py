@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from foretell import zoo
 from foretell.errors import ModelError, UserError
-from foretell.serve.engine import CANCELLED, LENGTH, STOP, Engine, Limits
+from foretell.serve.engine import CANCELLED, LENGTH, STOP, ServingEngine, StepLimits
 from foretell.serve.sampling import Sampling, choose
 from foretell.trace.serving.packed import NAME, Packed
 
@@ -28,7 +28,8 @@ QUICK: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 MORE: dict[str, dict[str, Any]] = {
     "qwen2": {}, "gemma": {"head_dim": 12}, "gemma3_text": {"head_dim": 12, "sliding_window": 24}, "phi": {}, "phi3": {}, "olmo": {}, "olmo2": {},
-    "cohere": {}, "starcoder2": {"sliding_window": 24}, "granite": {}, "stablelm": {}, "glm": {"head_dim": 12}, "nemotron": {}, "persimmon": {},
+    "cohere": {}, "starcoder2": {"sliding_window": 24}, "granite": {}, "stablelm": {"hidden_size": 64}, "glm": {"head_dim": 12},
+    "nemotron": {}, "persimmon": {},
     "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
     "deepseek_v3": {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
                     "v_head_dim": 16, "n_routed_experts": 8, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1},
@@ -87,7 +88,7 @@ FULL = pytest.mark.slow(reason="a hundred prompts of what ten show, and further 
 def test_tokens_are_those_of_generate(name: str, count: int) -> None:
     model, asked = built(name), prompts(count)
     before = model.config._attn_implementation
-    engine = Engine(model, pages=24, size=8, limits=Limits(running=5, tokens=32))
+    engine = ServingEngine(model, pages=24, size=8, limits=StepLimits(running=5, tokens=32))
     answers = engine.generate(asked, Sampling(most=20))
     engine.close()
     assert model.config._attn_implementation == before != NAME
@@ -106,7 +107,7 @@ def test_models_of_the_zoo_and_ones_own_take_positions(name: str) -> None:
         for parameter in model.parameters():
             parameter.mul_(12 if parameter.dim() > 1 else 1)
     asked = [[one % 61 for one in prompt[:30]] for prompt in prompts(6)]
-    answers = Engine(model, pages=12, size=8, limits=Limits(running=4, tokens=16)).generate(asked, Sampling(most=12))
+    answers = ServingEngine(model, pages=12, size=8, limits=StepLimits(running=4, tokens=16)).generate(asked, Sampling(most=12))
     for prompt, answer in zip(asked, answers, strict=True):
         text = list(prompt)
         for _ in range(12):
@@ -119,13 +120,13 @@ def test_an_answer_is_the_same_alone_and_among_others() -> None:
     """Drawn ones too: by the seed of the request and the place of the token."""
     model, asked = built("llama"), prompts(8, seed=4)
     how = [Sampling(most=15, temperature=1.5, top_k=20, top_p=0.9, seed=number, logprobs=2) for number in range(8)]
-    limits = Limits(running=8, tokens=64)
-    among = Engine(model, pages=100, limits=limits).generate(asked, how)
+    limits = StepLimits(running=8, tokens=64)
+    among = ServingEngine(model, pages=100, limits=limits).generate(asked, how)
     for prompt, one, answer in zip(asked, how, among, strict=True):
-        (single,) = Engine(model, pages=100, limits=limits, check=False).generate([prompt], [one])
+        (single,) = ServingEngine(model, pages=100, limits=limits, check=False).generate([prompt], [one])
         assert single.ids == answer.ids
         assert [token.logprob for token in single.tokens] == pytest.approx([token.logprob for token in answer.tokens], abs=1e-4)
-    again = Engine(model, pages=100, limits=limits).generate(asked[:1], [Sampling(most=15, temperature=1.5, seed=99)])
+    again = ServingEngine(model, pages=100, limits=limits).generate(asked[:1], [Sampling(most=15, temperature=1.5, seed=99)])
     assert again[0].ids != among[0].ids
 
 
@@ -143,7 +144,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
 def test_an_answer_ends_at_its_stop_and_where_nobody_wants_it() -> None:
     model, prompt = built("llama"), prompts(1)[0]
     whole = alone(model, prompt, 12)
-    engine = Engine(model, pages=100, limits=Limits(running=4, tokens=64))
+    engine = ServingEngine(model, pages=100, limits=StepLimits(running=4, tokens=64))
     stop = next(place for place in range(1, 12) if whole[place] not in whole[:place])
     (answer,) = engine.generate([prompt], Sampling(most=12, stop_tokens=(whole[stop],)))
     assert answer.ended == STOP and answer.ids == whole[:stop]
@@ -163,7 +164,7 @@ def test_an_answer_ends_at_its_stop_and_where_nobody_wants_it() -> None:
     ],
 )  # fmt: skip
 def test_a_request_that_cannot_be_served_is_refused(given: dict[str, Any], told: str) -> None:
-    engine = Engine(built("llama"), pages=100, limits=Limits(running=4, tokens=64), check=False)
+    engine = ServingEngine(built("llama"), pages=100, limits=StepLimits(running=4, tokens=64), check=False)
     with pytest.raises(UserError, match=told):
         engine.submit(given["prompt"], Sampling(most=given["most"]))
     assert engine.idle
@@ -202,7 +203,7 @@ def test_a_model_whose_tokens_meet_elsewhere_too_is_refused(kind: str, told: str
     """What pages do not know is found by comparing one prompt with the model's own forward."""
     torch.manual_seed(0)
     with pytest.raises(ModelError, match=told):
-        Engine(Strange(kind), pages=8, limits=Limits(running=2, tokens=16))
+        ServingEngine(Strange(kind), pages=8, limits=StepLimits(running=2, tokens=16))
 
 
 @pytest.mark.parametrize("name", ["mamba", "t5", "gpt_oss"])
@@ -212,4 +213,4 @@ def test_what_has_no_pages_is_refused_by_name(name: str) -> None:
     config = transformers.AutoConfig.for_model(name, **{**COMMON, **more, "d_model": 48, "d_ff": 96, "d_kv": 12, "num_layers": 2, "num_heads": 4})
     kind = transformers.AutoModelForSeq2SeqLM if name == "t5" else transformers.AutoModelForCausalLM
     with pytest.raises(ModelError):
-        Engine(kind.from_config(config), pages=8, limits=Limits(running=2, tokens=16))
+        ServingEngine(kind.from_config(config), pages=8, limits=StepLimits(running=2, tokens=16))

@@ -21,11 +21,11 @@ import torch
 
 from foretell import zoo
 from foretell.cli import main
-from foretell.serve.engine import Engine, Limits
-from foretell.serve.http import Server
-from foretell.serve.keeper import Keeper
+from foretell.serve.engine import ServingEngine, StepLimits
+from foretell.serve.http import HttpServer
 from foretell.serve.sampling import Sampling
-from foretell.serve.text import Answer, Bytes
+from foretell.serve.text import AnswerText, ByteWords
+from foretell.serve.thread import EngineThread
 
 SIZES = {"layers": 2, "dim": 32, "heads": 4, "vocab_size": 300, "context": 128}
 
@@ -43,9 +43,9 @@ class Running:
     """A server in a thread of its own."""
 
     def __init__(self, pages: int = 60, most_waiting: int = 1000, running: int = 16) -> None:
-        engine = Engine(model(), pages=pages, size=8, limits=Limits(running=running, tokens=64))
-        self.keeper = Keeper(engine, most_waiting=most_waiting)
-        self.server, self.port, there = Server(self.keeper, Bytes(), "tiny"), 0, threading.Event()
+        engine = ServingEngine(model(), pages=pages, size=8, limits=StepLimits(running=running, tokens=64))
+        self.keeper = EngineThread(engine, most_waiting=most_waiting)
+        self.server, self.port, there = HttpServer(self.keeper, ByteWords(), "tiny"), 0, threading.Event()
 
         def ready(port: int) -> None:
             self.port = port
@@ -77,7 +77,8 @@ class Running:
 
     def wait_until_idle(self) -> None:
         for _ in range(400):
-            if not self.keeper.counts().pages_held:
+            counts = self.keeper.counts()
+            if not counts.pages_held + counts.waiting + counts.running:
                 return
             time.sleep(0.02)
         pytest.fail(f"pages are still held: {self.keeper.counts()}")
@@ -94,8 +95,9 @@ def running() -> Iterator[Running]:
 
 
 def expected(prompt: str, most: int) -> str:
-    (answer,) = Engine(model(), pages=60, size=8, limits=Limits(running=4, tokens=64)).generate([list(prompt.encode())], Sampling(most=most))
-    decoder = Bytes().decoder()
+    engine = ServingEngine(model(), pages=60, size=8, limits=StepLimits(running=4, tokens=64))
+    (answer,) = engine.generate([list(prompt.encode())], Sampling(most=most))
+    decoder = ByteWords().decoder()
     return "".join(decoder.add(one) for one in answer.ids) + decoder.end()
 
 
@@ -234,12 +236,12 @@ def test_more_than_may_wait_are_told_to_come_back() -> None:
 
 
 def test_stop_strings_are_found_across_pieces() -> None:
-    answer = Answer(Bytes().decoder(), ["END", "zz"])
+    answer = AnswerText(ByteWords().decoder(), ["END", "zz"])
     told = [answer.add(one) for one in b"an E aEN zEND more"]
     assert "".join(told) == "an E aEN z" and answer.stopped and answer.end() == ""
-    other = Answer(Bytes().decoder(), ["END"])
+    other = AnswerText(ByteWords().decoder(), ["END"])
     assert "".join(other.add(one) for one in "käse EN".encode()) + other.end() == "käse EN"
-    broken = Bytes().decoder()
+    broken = ByteWords().decoder()
     assert broken.add(0xC3) == "" and broken.end() == "\ufffd"
 
 

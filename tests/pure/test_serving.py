@@ -11,11 +11,11 @@ from foretell.errors import UserError
 from foretell.simulate.serving.load import Load, Request, load_of
 from foretell.simulate.serving.pages import Pages
 from foretell.simulate.serving.run import Limit, StepShape, capacity, quantile, shape_of, simulated, weighted
-from foretell.simulate.serving.scheduler import Limits, Scheduler, Sequence, Step
+from foretell.simulate.serving.scheduler import Scheduler, Sequence, Step, StepLimits
 
 
 def scheduler(pages: int = 24, size: int = 4, running: int = 6, tokens: int = 16) -> Scheduler:
-    return Scheduler(Pages(pages, size), Limits(running=running, tokens=tokens))
+    return Scheduler(Pages(pages, size), StepLimits(running=running, tokens=tokens))
 
 
 class OneByOne(Scheduler):
@@ -109,7 +109,7 @@ def test_what_can_never_be_served_is_refused_with_what_can() -> None:
         with pytest.raises(UserError, match="at least one"):
             one.add(Sequence(0, prompt, most))
     with pytest.raises(UserError, match="a step of 2 tokens"):
-        Limits(running=3, tokens=2)
+        StepLimits(running=3, tokens=2)
 
 
 def test_pages_of_the_same_beginning_are_held_once_and_found_again() -> None:
@@ -140,7 +140,7 @@ def seconds(shape: StepShape) -> float:
 @pytest.mark.parametrize("pages", [2000, 80])
 def test_steps_taken_together_are_those_taken_one_by_one(text: str, pages: int) -> None:
     found = [
-        simulated(load_of(text), kind(Pages(pages, 16), Limits(running=8, tokens=256)), seconds, 20.0) for kind in (Scheduler, OneByOne)
+        simulated(load_of(text), kind(Pages(pages, 16), StepLimits(running=8, tokens=256)), seconds, 20.0) for kind in (Scheduler, OneByOne)
     ]  # fmt: skip
     quick, slow = found
     assert (quick.steps, len(quick.answers), quick.preemptions) == pytest.approx((slow.steps, len(slow.answers), slow.preemptions), rel=0.02)
@@ -154,7 +154,7 @@ def test_steps_taken_together_are_those_taken_one_by_one(text: str, pages: int) 
 def test_one_at_a_time_waits_as_long_as_queues_are_known_to() -> None:
     """Poisson arrivals, one server, equal service: the mean wait is load · service / (2 (1 - load))."""
     service, rate = 0.1, 6.0
-    one = Scheduler(Pages(1000, 16), Limits(running=1, tokens=64))
+    one = Scheduler(Pages(1000, 16), StepLimits(running=1, tokens=64))
     found = simulated(Load(kind="rate", amount=rate, prompt=load_of("all=1, in=10, out=1").prompt, seed=3), one, lambda _: service, 6000.0)
     waits = [answer.ttft - service for answer in found.answers]
     load = rate * service
@@ -167,7 +167,7 @@ def test_capacity_is_the_rate_above_which_limits_break() -> None:
     load = load_of("rate=1, in=4, out=10")
 
     def made() -> Scheduler:
-        return Scheduler(Pages(1000, 16), Limits(running=8, tokens=64))
+        return Scheduler(Pages(1000, 16), StepLimits(running=8, tokens=64))
 
     found = capacity(load, made, lambda _: 0.01, Limit(ttft=0.5), 60.0)
     assert found is not None

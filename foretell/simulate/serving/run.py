@@ -65,12 +65,12 @@ class Limit:
     tpot: float | None = None
     """Seconds a token after it."""
 
-    def kept(self, answer: Answer) -> bool:
+    def kept(self, answer: SimulatedAnswer) -> bool:
         return (self.ttft is None or answer.ttft <= self.ttft) and (self.tpot is None or answer.tpot <= self.tpot)
 
 
 @dataclass(slots=True)
-class Answer:
+class SimulatedAnswer:
     """One request: when it came, when its tokens did."""
 
     came: float
@@ -93,7 +93,7 @@ class Answer:
 class Served:
     """All of a run."""
 
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[SimulatedAnswer] = field(default_factory=list)
     """That were finished, in that order."""
     refused: int = 0
     """Longer than all pages."""
@@ -155,7 +155,7 @@ def weighted(values: Iterable[tuple[float, int]], share: float) -> float:
     return row[min(bisect.bisect_left(sums, share * total), len(row) - 1)][0] if row else 0.0
 
 
-class _Clock:
+class _ServingClock:
     """One run."""
 
     def __init__(self, load: Load, scheduler: Scheduler, seconds: Seconds, duration: float, most_waiting: int) -> None:
@@ -165,7 +165,7 @@ class _Clock:
         self.next: Request | None = next(self.coming, None)
         self.now = 0.0
         self.count = 0
-        self.answers: dict[Sequence, Answer] = {}
+        self.answers: dict[Sequence, SimulatedAnswer] = {}
         self.last: dict[Sequence, float] = {}
         self.served = Served()
 
@@ -205,7 +205,7 @@ class _Clock:
         except UserError:
             self.served.refused += 1
             return
-        self.answers[sequence] = Answer(self.now if self.load.users else one.at, one.prompt, one.output)
+        self.answers[sequence] = SimulatedAnswer(self.now if self.load.users else one.at, one.prompt, one.output)
 
     def _compute(self, step: Step) -> None:
         served = self.served
@@ -253,7 +253,7 @@ class _Clock:
 
 def simulated(load: Load, scheduler: Scheduler, seconds: Seconds, duration: float, most_waiting: int = 100_000) -> Served:
     """Requests that come within `duration`, until all are answered; or until more than `most_waiting` wait."""
-    return _Clock(load, scheduler, seconds, duration, most_waiting).run()
+    return _ServingClock(load, scheduler, seconds, duration, most_waiting).run()
 
 
 def capacity(load: Load, made: Callable[[], Scheduler], seconds: Seconds, limit: Limit, duration: float) -> tuple[float, Served] | None:

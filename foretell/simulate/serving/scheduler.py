@@ -69,7 +69,7 @@ Step = tuple[Row, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class StepLimits:
     """What one step may hold."""
 
     running: int
@@ -88,7 +88,7 @@ class Limits:
 class Scheduler:
     """The requests of one engine; `step`, compute it, `done`, and again."""
 
-    def __init__(self, pages: Pages, limits: Limits) -> None:
+    def __init__(self, pages: Pages, limits: StepLimits) -> None:
         self.pages, self.limits = pages, limits
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []

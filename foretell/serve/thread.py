@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from foretell.errors import UserError
-from foretell.serve.engine import Engine, Event, Generation
+from foretell.serve.engine import Completion, ServingEngine, TokenEvent
 from foretell.serve.sampling import Sampling
 
-Listener = Callable[[Event], None]
+Listener = Callable[[TokenEvent], None]
 """Told of every token of one request, and of its end, in the engine's thread."""
 FAILED = "error"
 IDLE_SECONDS = 0.2
@@ -41,13 +41,13 @@ class Counts:
     steps: int
 
 
-class Keeper:
+class EngineThread:
     """Steps as long as there is something to do; the only thread that touches the engine."""
 
-    def __init__(self, engine: Engine, *, most_waiting: int = 1024) -> None:
+    def __init__(self, engine: ServingEngine, *, most_waiting: int = 1024) -> None:
         self.engine, self.most_waiting = engine, most_waiting
         self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._listeners: dict[Generation, Listener] = {}
+        self._listeners: dict[Completion, Listener] = {}
         self._sums = dict.fromkeys(("requests", "cancelled", "failed", "prompt_tokens", "output_tokens", "shared_tokens", "steps"), 0)
         self._draining = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -62,11 +62,11 @@ class Keeper:
         """Requests are taken; not so once it drains."""
         return not self._draining and self.alive
 
-    def submit(self, prompt: tuple[int, ...], how: Sampling, listener: Listener) -> Future[Generation]:
+    def submit(self, prompt: tuple[int, ...], how: Sampling, listener: Listener) -> Future[Completion]:
         """A request; its future holds why not where it is refused."""
         return self._ask(lambda: self._submitted(prompt, how, listener))
 
-    def cancel(self, generation: Generation) -> None:
+    def cancel(self, generation: Completion) -> None:
         """Nobody listens any more."""
 
         def gone() -> None:
@@ -107,7 +107,7 @@ class Keeper:
         self._asked.put(run)
         return promise
 
-    def _submitted(self, prompt: tuple[int, ...], how: Sampling, listener: Listener) -> Generation:
+    def _submitted(self, prompt: tuple[int, ...], how: Sampling, listener: Listener) -> Completion:
         if self._draining:
             raise Busy("the server is stopping and takes no more requests", "ask another one")
         if len(self.engine.scheduler.waiting) >= self.most_waiting:
@@ -141,7 +141,7 @@ class Keeper:
         except queue.Empty:
             pass
 
-    def _tell(self, event: Event) -> None:
+    def _tell(self, event: TokenEvent) -> None:
         self._sums["output_tokens"] += event.token is not None
         listener = self._listeners.get(event.generation)
         if event.ended:
@@ -160,6 +160,6 @@ class Keeper:
             listener = self._listeners.pop(one)
             self.engine.cancel(one)
             one.ended = FAILED
-            listener(Event(one, None, f"{FAILED}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"))
+            listener(TokenEvent(one, None, f"{FAILED}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"))
         self.engine.scheduler.pages.forget()
 
