@@ -24,7 +24,7 @@ from foretell.export.text import toml as toml_text
 from foretell.export.text import yaml as yaml_text
 from foretell.plan import file as plans
 from foretell.plan import text
-from foretell.plan.types import Mesh, Pipeline, Plan, Residency
+from foretell.plan.types import Adapters, Mesh, Pipeline, Plan, Residency, Sync
 
 yaml = pytest.importorskip("yaml")
 
@@ -187,6 +187,8 @@ def everywhere(evil: str) -> dict[str, Plan]:
     return {
         "model": plan_of(evil), "file": plan_of(f"{evil}.py:{evil}"), "all": with_text(evil),
         "hardware": plan_of(on=f"{evil}.json"), "auto": plan_of(on=f"auto{evil}"), "hf": plan_of(f"hf:{evil}"),
+        "adapted": plan_of(adapters=Adapters(rank=4, alpha=8.0, targets=(evil,), train=(evil,)), base={"": "nf4", evil: "bf16"}),
+        "joined": plan_of(evil, mesh=Mesh(dp_replicate=16), sync=Sync(every=20)),
     }  # fmt: skip
 
 
@@ -432,3 +434,47 @@ def test_names_in_code_are_words_or_texts(evil: str) -> None:
 def test_a_screen_gets_no_controls(evil: str, capsys: pytest.CaptureFixture[str]) -> None:
     common.emit(f"a {evil} b")
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]", capsys.readouterr().out.replace("\t", ""))
+
+
+CONTROLS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+@pytest.mark.parametrize("evil", CORPUS, ids=NAMED)
+def test_a_table_of_faults_has_a_line_for_each_thing_it_says(evil: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Trials come from a file: names and problems in it are whatever somebody wrote there."""
+    from foretell.runtime.chaos.campaign import ChaosTrial
+    from foretell.runtime.chaos.table import render, rows_by_fault
+
+    lost = ChaosTrial(fault=evil, ranks=2, seed=0, step=9, good=False, problem=f"a {evil} b")
+    text = render([lost, ChaosTrial(fault="kill", ranks=2, seed=0, step=9, good=False, not_tried=f"a {evil} b")])
+    common.emit(text)
+    said = capsys.readouterr().out
+    assert len(said.rstrip("\n").split("\n")) == 5 and not CONTROLS.search(said)
+    assert json.loads(json.dumps(rows_by_fault([lost])))[0]["fault"] == evil
+
+
+@pytest.mark.parametrize("evil", CORPUS, ids=NAMED)
+def test_a_fault_is_one_row_and_its_line_has_no_controls(evil: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What ranks say they died of is the user's own text."""
+    from foretell.report.goodput import told_of
+    from foretell.runtime.train.folder import FAULTS, note_fault
+
+    note_fault(tmp_path, "fault", kind="crashed", words=evil)
+    note_fault(tmp_path, "restarted", seconds=evil)
+    rows = (tmp_path / FAULTS).read_text().split("\n")
+    assert len(rows) == 3 and json.loads(rows[0])["words"] == evil and json.loads(rows[1])["seconds"] == evil
+    assert told_of(tmp_path) == ""
+    common.emit(f"a {evil} b")
+    assert not CONTROLS.search(capsys.readouterr().out.replace("\t", ""))
+
+
+@pytest.mark.parametrize("evil", [one for one in CORPUS if "\ud800" not in one and "\udc80" not in one])
+def test_adapters_for_peft_are_json_of_the_same_shape(evil: str) -> None:
+    from foretell.checkpoint.peft_files import _config
+
+    def config(name: str) -> Any:
+        return json.loads(json.dumps(_config(Adapters(rank=4, alpha=8.0, targets=(name,), train=(name,)), [f"layers.0.{name}.lora_A"], name)))
+
+    made, usual = config(evil), config("layers")
+    assert isinstance(made.pop("base_model_name_or_path"), str | None) and usual.pop("base_model_name_or_path") is None
+    assert shape(made) == shape(usual)

@@ -34,7 +34,7 @@ def rows_by_fault(trials: Sequence[ChaosTrial]) -> list[dict[str, Any]]:
 def why(one: ChaosTrial) -> str:
     """What was lost in a trial, in a line."""
     if one.problem:
-        return one.problem
+        return _line(one.problem)
     differ = [part for part, same in (("losses", one.losses), ("checkpoint", one.files), ("place in the data", one.data)) if not same]
     parts = [f"{' and '.join(differ)} unlike the twin's"] if differ else []
     return ", ".join(parts + ([f"{one.left} processes left behind"] if one.left else []))
@@ -47,8 +47,8 @@ def render(trials: Sequence[ChaosTrial]) -> str:
     widths = [max(len(line[place]) for line in cells) for place in range(len(HEAD))]
     lines = ["  ".join(f"{text:>{width}}" if right else f"{text:<{width}}" for text, width, right in zip(line, widths, _RIGHT, strict=True)).rstrip()
              for line in cells]  # fmt: skip
-    lines += [f"{row['fault']}: {problem}" for row in rows for problem in row["problems"]]
-    lines += [f"{row['fault']} was not tried: {text}" for row in rows for text in row["not_tried"]]
+    lines += [f"{_line(row['fault'])}: {problem}" for row in rows for problem in row["problems"]]
+    lines += [f"{_line(row['fault'])} was not tried: {_line(text)}" for row in rows for text in row["not_tried"]]
     if any(not one.repeatable for one in trials):
         lines.append("two runs that nothing hurts do not compute the same bits here: losses and checksums are not compared, steps and samples are")
     if any(row["by_hand"] for row in rows):
@@ -56,8 +56,13 @@ def render(trials: Sequence[ChaosTrial]) -> str:
     return "\n".join(lines)
 
 
+def _line(text: str) -> str:
+    """Of a file, so that it may be anything."""
+    return " ".join(text.split())
+
+
 def _cells(row: Mapping[str, Any]) -> Iterator[str]:
-    yield row["fault"] + ("*" if row["by_hand"] else "")
+    yield _line(row["fault"]) + ("*" if row["by_hand"] else "")
     tried, survived = row["trials"], row["survived"]
     yield "not tried" if not tried else ("yes" if survived == tried else "NO") + (f", {survived} of {tried}" if tried > 1 or survived < tried else "")
     yield f"{row['seconds_median']:.1f} s, {row['seconds_worst']:.1f} s" if row["seconds_median"] is not None else ("no wait" if tried else "-")
