@@ -97,6 +97,16 @@ def quick_fitting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "fit_profile", fit)
 
 
+@pytest.fixture(name="bare_fit")
+def bare_fitting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profile with no ops at all, which is written and read at once: for what only asks whose it is."""
+
+    def fit(measured: Measured, device: Any, progress: Any = None) -> Profile:
+        return replace(measured.profile(ops={}), figures=device.to_dict())
+
+    monkeypatch.setattr(shared, "fit_profile", fit)
+
+
 def put(folder: Path, name: str, content: bytes) -> Path:
     path = folder / f"{name}.foretell.json.gz"
     path.write_bytes(content)

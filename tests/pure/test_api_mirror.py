@@ -202,6 +202,7 @@ def test_a_plan_is_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "gpt2 on H100:2" in repr(found) and "<table>" in found._repr_html_() and "step" in found._repr_html_()
 
 
+@pytest.mark.slow(reason="a search without an answer; test_api.py asks for too much too, and plans are compared above")
 def test_no_plan_is_an_answer_that_says_what_uses_the_memory() -> None:
     found = foretell.plan(
         "gpt2", hardware="H100,memory=1GiB", micro_batch=64, precision="fp32", host=1, overrides={"layers": 2}, seq=512, compile="none"

@@ -203,6 +203,7 @@ def test_a_cpu_prefers_the_larger_micro_batch_among_alike() -> None:
     assert best is not None and best.plan.micro_batch == 8
 
 
+@pytest.mark.slow(reason="a search beside every choice; that the best is the fastest is shown above")
 def test_what_a_search_finds_is_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(question, "Traces", Here)
     choice = chooser.choose(Source(model="gpt-tiny"), parse("H200"), "H200", SearchConstraints(global_batch=8), options=OPTIONS)

@@ -166,6 +166,7 @@ def test_a_broken_chart_is_seen(page: str, tmp_path: Path) -> None:
     assert seen.dom.count('data-failed="') == 2
 
 
+@pytest.mark.slow(reason="two visits; every page above is asked for what it requests")
 def test_a_request_is_seen(page: str, tmp_path: Path) -> None:
     planted = page.replace("<main>", '<main><img src="https://report.invalid/x.png">')
     held = visit(written(tmp_path / "held.html", planted), "light")

@@ -75,6 +75,7 @@ def test_the_patched_script_needs_what_its_plan_says_on_one_device(home: Path, m
     assert answer.memory.device_bytes == plan.predicted["memory_bytes"]
 
 
+@pytest.mark.slow(reason="a search for ranks; that of one device is run above, and ranks of scripts in test_script_ranks.py")
 def test_the_patched_script_needs_what_its_plan_says_on_two_devices(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned(GPT, "H100:2", home, fixed={"dp_shard": 2})
     assert plan.mesh == Mesh(dp_shard=2) and plan.global_batch == 16

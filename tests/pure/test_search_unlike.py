@@ -79,6 +79,7 @@ def exactly(made: Finder, layout: Layout) -> float:
     return cost.time.step_seconds
 
 
+@pytest.mark.slow(reason="every cut costed op by op; the parts of the search are tested below and in test_search_stages.py")
 def test_cuts_of_two_kinds_of_devices_equal_every_cut_in_every_order() -> None:
     """Costed op by op, stage by stage; and quicker than the cuts that like devices would have."""
     cluster = parse("1xH100+1xA100")
@@ -187,6 +188,7 @@ def test_like_nodes_are_never_placed() -> None:
     assert found.best is not None and found.best.placed is None and found.best.plan.placement == ()
 
 
+@pytest.mark.slow(reason="another search of the same devices")
 def test_an_order_that_gains_nothing_is_not_taken() -> None:
     """Rates that are all the same: another order is as good, and the plan says none."""
     flat = tuple(tuple(0.0 if a == b else 1e11 for b in range(4)) for a in range(4))

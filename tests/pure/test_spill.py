@@ -236,6 +236,7 @@ def shared(part: float | None = None, **wishes: Any) -> tuple[Question, Spill]:
     return asked, made()
 
 
+@pytest.mark.slow(reason="every number of states tried for ranks; for one process it is above")
 def test_states_of_ranks_leave_as_few_as_trying_every_number_says() -> None:
     wanted = set()
     for part in (0.1, 0.5):
@@ -281,6 +282,7 @@ def test_a_batch_that_ranks_cannot_share_is_said() -> None:
 # ---------------------------------------------------------------------- other precisions
 
 
+@pytest.mark.slow(reason="another search; states move in the searches above")
 def test_moments_alone_move_with_the_usual_precision() -> None:
     found = spill(question(smallest("recompute", precision=None) + 8 * MIB, precision=None))
     assert found.best is not None and found.best.plan.precision == "bf16-mixed" and found.best.plan.state_format == "fp32"

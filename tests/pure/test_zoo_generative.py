@@ -196,6 +196,7 @@ def test_protein_generator_learns_through_the_frozen_networks() -> None:
     assert len(seen) == 2 and all(gradient.abs().sum() > 0 for gradient in seen)
 
 
+@pytest.mark.slow(reason="traces of three phases; all of them run a step above")
 def test_protein_three_networks_on_one_device() -> None:
     totals = {phase: held(seen("protein-sid-tiny", phase), PARAMETER) for phase in phases_of("protein-sid-tiny")}
     for phase, parameters in totals.items():
@@ -442,6 +443,7 @@ def test_showers_noise_is_matched_within_layers() -> None:
     assert (cost(found) < 0.5 * cost(noise)).all()
 
 
+@pytest.mark.slow(reason="two traces; what bands compute is tested above")
 def test_showers_bands_are_priced_at_mask_density() -> None:
     everyone = torch.ones(1, 16, 16, dtype=torch.bool)
     density = allshowers.near(16, 16, 1, everyone).float().mean().item()
@@ -555,6 +557,7 @@ def test_lamarr_modules_swap_singly() -> None:
     assert {name: before[name].shape[-1] for name in names} == dict(lamarr.STAGES)
 
 
+@pytest.mark.slow(reason="every phase twice; padding of another model has no influence either")
 def test_lamarr_padding_has_no_influence() -> None:
     for phase in lamarr.PHASES:
         given = workload("lamarr-tiny", phase)
