@@ -99,10 +99,13 @@ def quick_fitting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(name="bare_fit")
 def bare_fitting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A profile with no ops at all, which is written and read at once: for what only asks whose it is."""
+    """A profile with one kind of ops, which is written and read at once: for what only asks whose it is."""
+    shipped = find_profile(H200)
+    assert shipped is not None
+    ops = {"recurrent": shipped.ops["recurrent"]}
 
     def fit(measured: Measured, device: Any, progress: Any = None) -> Profile:
-        return replace(measured.profile(ops={}), figures=device.to_dict())
+        return replace(measured.profile(ops=ops), figures=device.to_dict())
 
     monkeypatch.setattr(shared, "fit_profile", fit)
 

@@ -175,6 +175,7 @@ def test_text_is_read_as_on_the_command_line(capsys: pytest.CaptureFixture[str])
     assert found.run is not None and found.run == foretell.fit("gpt2", hardware="H100", tokens=1e9, **SMALL).run
 
 
+@pytest.mark.slow(reason="two searches of batches; a plan is compared with that of the command below")
 def test_the_largest_micro_batch_of_the_api_is_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     given = {**SMALL, "overrides": {**SMALL["overrides"], "vocab_size": 16384}, "seq": 512}
     found = foretell.fit("gpt2", hardware="H100,memory=3GiB", micro_batch="max", **given)

@@ -153,7 +153,7 @@ def test_what_the_reader_refuses_is_dropped_and_what_is_a_bug_is_not_hidden(cach
         cache.read("answers", "k", refuse)
 
 
-@pytest.mark.parametrize("kind", ["answers", "traces"])
+@pytest.mark.parametrize("kind", [pytest.param("answers", marks=pytest.mark.slow(reason="a few fields, where traces have many")), "traces"])
 def test_a_mutated_entry_does_not_answer(kind: str, kept: Path, traced: list[int], capsys: pytest.CaptureFixture[str]) -> None:
     """The step of −10.0 ms, and the empty list of files that was exit 70 until it was deleted by hand."""
     good = api.fit("gpt-tiny", hardware="H100")

@@ -117,6 +117,7 @@ def test_where_nothing_fits_the_answer_says_who_holds_the_bytes() -> None:
     assert climbed(choice, "gpt-tiny", "H100", "plan.json")[0].startswith(f"No plan for gpt-tiny on H100: {choice.reasons[0].count} do not fit (")
 
 
+@pytest.mark.slow(reason="a second search; test_find.py recomputes only as far as memory asks too")
 def test_recomputing_is_tried_only_where_keeping_does_not_fit() -> None:
     """Room for the smallest micro-batch alone; recomputing lets larger ones in."""
     roomy = on_one()

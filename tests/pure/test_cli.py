@@ -551,6 +551,7 @@ def test_a_check_tells_both_numbers(ok: bool, seconds: tuple[float | None, float
     assert found["prediction"]["verdict"] == "fits"
 
 
+@pytest.mark.slow(reason="shells complete in test_complete.py")
 def test_completion_is_offered_and_completes_commands_and_options() -> None:
     for shell, around, wanted in (
         ("complete_bash", {"COMP_WORDS": "foretell f", "COMP_CWORD": "1"}, "fit"),

@@ -69,6 +69,7 @@ def test_the_work_of_all_ranks_is_that_of_one_device() -> None:
     assert all_ranks(alone, 4) == 4
 
 
+@pytest.mark.slow(reason="two traces of long samples; bytes of shared positions are compared above")
 def test_longer_samples_fit_where_their_positions_are_shared() -> None:
     """Keys and values go over the axis in every block; activations shrink with the number of ranks."""
     found = {}

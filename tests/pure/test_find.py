@@ -99,6 +99,7 @@ def test_every_point_of_the_front_is_a_plan_and_none_is_worse_in_everything() ->
         assert one is found.best or not any(all(a <= b for a, b in zip(other, mine, strict=True)) and other != mine for other in others)
 
 
+@pytest.mark.slow(reason="four searches; objectives are compared in test_front.py, degrees in test_space.py")
 def test_fixed_degrees_and_other_objectives() -> None:
     piped = search("H100:4", global_batch=32, fixed={"pp": 2}, micro_batch=4, exact=False)
     assert piped.best is not None and piped.best.plan.mesh.pp == 2 and piped.best.plan.pipeline is not None

@@ -50,8 +50,8 @@ FITTING = [name for name in golden.CASES if fits(name)]
 
 
 KINDS = {json.dumps([golden.CASES[name].plan.mesh.ep > 1, getattr(golden.CASES[name].plan.pipeline, "schedule", "")]): name for name in golden.CASES}
-ASKED = {name for number, name in enumerate(golden.CASES) if number % 5 != 4} | {*KINDS.values()}
-"""Four of five plans, and one of each schedule and with experts."""
+ASKED = {name for number, name in enumerate(golden.CASES) if number % 2 == 0} | {*KINDS.values()}
+"""Every other plan, and one of each schedule and with experts."""
 
 
 def asked_of(names: Iterable[str]) -> list[Any]:
@@ -67,7 +67,7 @@ def test_a_prediction_moves_only_when_it_is_meant_to(name: str) -> None:
 
 
 def test_there_are_enough_of_every_kind() -> None:
-    assert len(ASKED) >= 40 and len(FITTING) >= 16 and set(KEPT) == set(golden.CASES)
+    assert len(ASKED) >= 26 and len(FITTING) >= 16 and set(KEPT) == set(golden.CASES)
     for plans_ in ([case.plan for case in golden.CASES.values()], [golden.CASES[name].plan for name in ASKED]):
         enough(plans_)
 
@@ -132,7 +132,7 @@ def test_fit_shows_no_plan_where_running_one_would_be_something_else(on: str, as
     assert not api.fit("gpt2", **given, **asked).plan and api.fit("gpt2", **given).plan
 
 
-@pytest.mark.parametrize("name", one_in(3, asked_of(golden.CASES), "another plan through the same files and commands"))
+@pytest.mark.parametrize("name", asked_of(golden.CASES))
 def test_files_and_commands_say_the_same(name: str, here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`show`, `export` and `compare` from the file; `report` predicts it anew. `verify` and `eject` say no such numbers."""
     case, known = golden.CASES[name], cost(name)

@@ -175,6 +175,7 @@ def test_an_optimist_is_no_slower_and_holds_no_more(name: str, hardware: str) ->
         assert light.seconds <= own.seconds and light.memory_bytes <= own.memory_bytes, asked
 
 
+@pytest.mark.slow(reason="traces of two split models; a split block is compared in test_sheet.py")
 @pytest.mark.parametrize(
     "asked",
     [SPLIT[0], pytest.param(SPLIT[1], marks=pytest.mark.slow(reason="computed again, as blocks that are not split are above"))],

@@ -111,11 +111,12 @@ def test_every_block_is_seen(name: str, asked: Layout) -> None:
     assert -0.01 < found.memory_bytes / exact.worst.memory.device_bytes - 1 < 0.05
 
 
+@pytest.mark.slow(reason="many limits, each costed op by op; around one limit both say the same in test_quick.py")
 @pytest.mark.parametrize(
     ("name", "asked"),
     [
-        pytest.param("gpt2", MIXED, id="mixed", marks=MANY), pytest.param("gpt2", REPLICAS, id="replicas"),
-        pytest.param("llama3-1b", LARGE, id="large", marks=OTHER),
+        pytest.param("gpt2", MIXED, id="mixed"), pytest.param("gpt2", REPLICAS, id="replicas"),
+        pytest.param("llama3-1b", LARGE, id="large"),
     ],
 )  # fmt: skip
 def test_what_the_exact_cost_refuses_is_refused(name: str, asked: Layout) -> None:

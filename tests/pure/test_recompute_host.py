@@ -222,6 +222,7 @@ def test_a_loss_in_chunks_is_offered_where_logits_do_not_fit(monkeypatch: pytest
     assert all(one.plan.loss_chunks == 1 for one in climbed("wordy", chunked + (plain - chunked) // 8, loss_chunks=1).found)
 
 
+@pytest.mark.slow(reason="a second search; one without a compiled model is above")
 def test_chunks_are_not_tried_with_a_compiled_model() -> None:
     plain, chunked = (needed("wordy", "keep", chunks) for chunks in (1, 16))
     compiled = climbed("wordy", chunked + (plain - chunked) // 8, compile=("model",))

@@ -154,6 +154,7 @@ def _unguarded(text: str) -> str:
 # ---------------------------------------------------------------- that the tests above can fail
 
 
+@pytest.mark.slow(reason="the check itself; charts of whole pages are counted above")
 def test_a_broken_chart_is_seen(page: str, tmp_path: Path) -> None:
     """One chart of a kind nobody knows, one whose figures are gone: told, counted, logged. One with no events: counted."""
     unknown = page.replace('"kind":"scatter"', '"kind":"unheard"', 1)

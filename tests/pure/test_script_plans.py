@@ -106,6 +106,7 @@ def test_a_patched_script_of_a_library_needs_what_its_plan_says(of_a_library: Pa
     assert answer.model["micro_batch"] == 8 and answer.model["recipe"]["accumulate"] == 8
 
 
+@pytest.mark.slow(reason="scripts of three libraries; one without a library is patched and followed above")
 def test_libraries_are_told_by_their_own_words(of_a_library: Path) -> None:
     changed = (of_a_library / "accelerate_vit.py").read_text()
     assert "gradient_accumulation_steps=8" in changed and "DataLoader(data, 8, shuffle=True)" in changed

@@ -129,6 +129,7 @@ def off(hardware: str, pp: int) -> tuple[float, list[float]]:
     return pricer.quick(layout).seconds / cost.time.step_seconds, held
 
 
+@pytest.mark.slow(reason="every plan costed op by op; those of like devices are compared in test_quick.py")
 @pytest.mark.parametrize(
     ("pp", "hardware"),
     [

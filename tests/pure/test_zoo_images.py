@@ -528,6 +528,7 @@ SIZES = ((2, 64), (2, 128), (4, 64), (4, 128))
 
 
 class TestScalingMLP:
+    @pytest.mark.slow(reason="a size between; a step of it runs above, and bytes of another model are measured")
     @pytest.mark.parametrize(
         ("depth", "dim"), [pytest.param(*size, marks=() if size == (4, 64) else pytest.mark.slow(reason="another size")) for size in SIZES]
     )

@@ -390,6 +390,7 @@ def test_phases_in_turn_hold_the_states_of_all() -> None:
     assert predicted == pytest.approx(run_in_turn("perforated-tiny", perforated.PHASES), rel=0.05)
 
 
+@pytest.mark.slow(reason="several traces; phases in turn are predicted in test_zoo_check.py")
 def test_a_joined_trace_is_predicted_like_any_other() -> None:
     source = {phase: source_of("perforated-tiny", phase=phase) for phase in perforated.PHASES}
     traces = {phase: capture(lambda s=s: load(s), FP32) for phase, s in source.items()}  # type: ignore[misc]

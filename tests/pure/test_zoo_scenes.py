@@ -127,7 +127,7 @@ HALF = pytest.mark.slow(reason="products in bf16 take seconds on most CPUs; ever
 @pytest.mark.parametrize(
     ("name", "phase", "whole_model"),
     [
-        pytest.param(*case.values, whole, id=f"{case.id}-{'whole' if whole else 'autocast'}", marks=() if number % 4 == whole else HALF)
+        pytest.param(*case.values, whole, id=f"{case.id}-{'whole' if whole else 'autocast'}", marks=() if number % 8 == 4 * whole else HALF)
         for number, case in enumerate(CASES)
         for whole in (False, True)
     ],
@@ -219,6 +219,7 @@ FEW = {"poses": 2, "rays": 2, "samples": 8}
 PAIRS = pytest.mark.slow(reason="other kinds of field, which are converted as the first two are")
 
 
+@pytest.mark.slow(reason="every phase of two kinds of field; a step of each phase runs above")
 @pytest.mark.parametrize(
     ("teacher", "student"),
     [
