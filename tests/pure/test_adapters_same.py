@@ -208,7 +208,7 @@ class Plain(nn.Module):
         return (base + ((share - 1) * less + share * update * scale)).to(base.dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", further([torch.float32, torch.bfloat16], [torch.float32], "the same formulas with fewer digits"))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("name", ["gpt2", "qwen2"])

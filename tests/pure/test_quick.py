@@ -128,13 +128,16 @@ def told(name: str, asked: Layout, found: Quick, exact: PlanCost) -> str:
     return f"{name} {asked}: {found.seconds / seconds - 1:+.3f} of seconds, {found.memory_bytes / size - 1:+.3f} of bytes"
 
 
+LONGER = pytest.mark.slow(reason="each of its plans costed op by op; sharded plans of one and of two levels are")
+
+
 @pytest.mark.parametrize(
     ("name", "plans", "slack", "high"),
     [
-        pytest.param("gpt2", PLAIN, 0.04, 0.12, id="one-gpt2"),
+        pytest.param("gpt2", PLAIN, 0.04, 0.12, id="one-gpt2", marks=LONGER),
         pytest.param("gpt2", SHARDED, 0.03, 0.05, id="sharded-gpt2"),
         pytest.param("gpt2", TWO_LEVELS, 0.03, 0.05, id="two-levels-gpt2"),
-        pytest.param("gpt2", PIPED, 0.03, 0.05, id="piped-gpt2"),
+        pytest.param("gpt2", PIPED, 0.03, 0.05, id="piped-gpt2", marks=LONGER),
         pytest.param("llama3-1b", PLAIN, 0.03, 0.05, id="one-llama3-1b", marks=OTHER),
         pytest.param("llama3-1b", SHARDED, 0.03, 0.05, id="sharded-llama3-1b", marks=OTHER),
         pytest.param("llama3-1b", TWO_LEVELS, 0.03, 0.05, id="two-levels-llama3-1b", marks=OTHER),
@@ -176,6 +179,7 @@ def test_an_optimist_is_no_slower_and_holds_no_more(name: str, hardware: str) ->
         assert light.seconds <= own.seconds and light.memory_bytes <= own.memory_bytes, asked
 
 
+@pytest.mark.slow(reason="traces of two split models; a split block is compared in test_sheet.py")
 @pytest.mark.parametrize(
     "asked",
     [SPLIT[0], pytest.param(SPLIT[1], marks=pytest.mark.slow(reason="computed again, as blocks that are not split are above"))],
@@ -262,6 +266,7 @@ def test_a_degree_that_the_heads_do_not_allow_is_refused() -> None:
         quick(layout(Mesh(tp=8)), sheet("gpt2", "H100:8"), cluster("H100:8"))
 
 
+@pytest.mark.slow(reason="another optimizer; the fused one is compared above")
 def test_an_update_that_is_not_fused_costs_what_the_exact_one_does() -> None:
     """Its counts of steps are in host memory: neither cost waits for the device."""
     hardware, asked = "H200:8", layout(Mesh(dp_shard=8))
@@ -289,6 +294,7 @@ def uneven(micro_batch: int, mode: str, precision: str) -> Trace:
 PLANS = pytest.mark.slow(reason="blocks of many kinds in further plans, which blocks of one kind have above")
 
 
+@pytest.mark.slow(reason="twelve kinds of blocks costed op by op; blocks of one kind are above")
 @pytest.mark.parametrize(
     "asked",
     [
