@@ -165,6 +165,7 @@ def coded_problems(state_format: str, optimizer: str, scaled: bool) -> Iterator[
 
 _LEFT_OUT: dict[str, object] = {
     "channels_last": False, "adapters": None, "base": [], "loss_chunks": 1, "state_format": "fp32", "replicas": 1, "sync": None,
+    "packed": None,
 }  # fmt: skip
 """Of a recipe's JSON where they are these, their defaults."""
 
@@ -210,6 +211,8 @@ class Recipe:
     sync: Sync | None = None
     channels_last: bool = False
     """Images and the weights of convolutions with their channels innermost (`memory_format=torch.channels_last`)."""
+    packed: tuple[int, int] | None = None
+    """A server's step instead of a batch: tokens of any sequences side by side, and how many of them sample (inference)."""
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -257,6 +260,8 @@ class Recipe:
     def from_json(cls, data: dict[str, object]) -> Recipe:
         known = {field.name for field in fields(cls)}
         values = {key: value for key, value in data.items() if key in known}
+        if values.get("packed") is not None:
+            values["packed"] = tuple(values["packed"])  # type: ignore[arg-type]
         if "freeze" in values:
             values["freeze"] = tuple(values["freeze"])  # type: ignore[arg-type]
         if isinstance(values.get("adapters"), Mapping):

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from foretell.errors import UserError
+from foretell.lower.serving import StepShape
 from foretell.simulate.serving.load import Load, Request, load_of
 from foretell.simulate.serving.pages import Pages
-from foretell.simulate.serving.run import Limit, StepShape, capacity, quantile, shape_of, simulated, weighted
+from foretell.simulate.serving.run import Limit, capacity, quantile, shape_of, simulated, weighted
 from foretell.simulate.serving.scheduler import Scheduler, Sequence, Step, StepLimits
 
 

@@ -27,6 +27,14 @@ def serve(
     queue: int = typer.Option(1024, "--queue", help="Requests that may wait; more are told to come back (429)."),
     host: str = typer.Option("127.0.0.1", "--host", help="The address to listen at. There is no password: leave it to this machine."),
     port: int = typer.Option(8000, "--port", help="0: any that is free."),
+    on: str | None = typer.Option(None, "--on", metavar="HW", help="Serve nothing: predict it on this device, such as H100."),
+    load: str | None = typer.Option(
+        None, "--load", metavar="LOAD", help='With --on: "rate=8, in=1024±512, out=256±128", users=32, or a .csv of requests.'
+    ),
+    slo: str | None = typer.Option(
+        None, "--slo", metavar="LIMITS", help="With --load: ttft=500ms,tpot=40ms; the highest rate that keeps them is told."
+    ),
+    graphs: bool = typer.Option(False, "--graphs", help="With --on: as if launches were replayed (this engine does not yet)."),
     seed: int = typer.Option(0, "--seed", help="Of the weights, where none are given."),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
@@ -36,6 +44,13 @@ def serve(
     The model stays as it is: its attention is taken over from outside, keys and values are held in pages.
     """
     _check(pages=pages, page=size, running=running, tokens=tokens, queue=queue)
+    if on is not None:
+        from foretell.cli.serve.forecast import told
+
+        sizes = {"pages": pages, "size": size, "running": running, "tokens": tokens}
+        return told(model, on, override, dtype, sizes, load=load, slo=slo, graphs=graphs, json=json)
+    if load is not None or slo is not None or graphs:
+        raise UserError("--load, --slo and --graphs are of a forecast", "add --on HW, such as --on H100")
     if not 0 <= port < 65536:
         raise UserError(f"port {port}", "0 to 65535; 0 is any that is free")
     from foretell.options import words

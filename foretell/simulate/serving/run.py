@@ -11,9 +11,9 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from foretell.errors import UserError
+from foretell.lower.serving import StepShape
 from foretell.simulate.serving.load import Load, Request
 from foretell.simulate.serving.scheduler import Scheduler, Sequence, Step
 
@@ -21,23 +21,6 @@ INSIDE = 0.95
 """Share of requests that must keep the limits where a server is said to keep them."""
 SEARCHES = 12
 """Rates that are tried for the highest."""
-
-
-class StepShape(NamedTuple):
-    """What a step costs depends on this."""
-
-    generating: int
-    """Sequences that compute one token."""
-    attended: int
-    """Tokens that these attend to, themselves included."""
-    chunks: tuple[tuple[int, int], ...]
-    """Of prompts: tokens before, tokens computed."""
-    samples: int
-    """Sequences that get a token."""
-
-    @property
-    def tokens(self) -> int:
-        return self.generating + sum(count for _, count in self.chunks)
 
 
 def shape_of(step: Step) -> StepShape:

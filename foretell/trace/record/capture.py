@@ -39,6 +39,7 @@ from foretell.trace.record.values import value_of
 from foretell.trace.sandbox.blame import is_users, made_at, users_frames, users_line
 from foretell.trace.sandbox.devices import device_is_there
 from foretell.trace.sandbox.wrappers import COMPILED, compiled_as, seen_through
+from foretell.trace.serving.programs import served
 
 TRAIN_FIRST = ("micro_first", "micro_next", "update_first", "zero_grad")
 TRAIN_STEADY = ("micro_first", "micro_next", "update", "zero_grad")
@@ -105,7 +106,7 @@ def _captured(
     choices = cuda_choices(recorder, capability, release) if capability else cpu_choices(recorder)
     with no_collection(), seeded(), recorder, plain_formulas(), choices, any_code(recorder, capability), products_in_tf32(recipe.precision == "tf32"):
         with no_initialisation():
-            workload = build()
+            workload = build() if recipe.packed is None else served(build(), *recipe.packed)
         step = Step(workload, recipe, device_type="cpu", observer=recorder)
         resident = resident_storages(recorder, step.workload)
         with recorder.modules(workload.model), real_masks(recorder), around or nullcontext():

@@ -1,6 +1,6 @@
 """What a server's step is traced as: a packed forward in which attention is one op, told apart by its layer.
 
-The op stands for whatever a step needs of it: `lower.serving` puts attention over pages in its place, for the sequences of a step.
+The op stands for whatever a step needs of it: attention over pages, of the sequences that are in the step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from foretell.trace.record.step import Workload
 from foretell.trace.serving.packed import How, Packed
 
 ATTEND = "foretell_serving.attend.default"
-"""Inputs: queries, keys, values, each (tokens, heads, size); attributes: layer, window (0: all)."""
+"""Inputs: queries, keys, values, each (tokens, heads, size)."""
 
 _library = torch.library.Library("foretell_serving", "DEF")
 _library.define("attend(Tensor query, Tensor key, Tensor value, int layer, int window) -> Tensor")
