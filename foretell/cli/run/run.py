@@ -264,6 +264,10 @@ def _run(
         if error.name != "torch":
             raise
         raise UserError("torch is not installed", "pip install 'torch>=2.11'") from error
+    if plan.compile == "none" and "compiled" not in plan.kernels.values():
+        from foretell.trace.sandbox import light_dynamo
+
+        light_dynamo.install()  # an optimizer asks for torch's compiler, which takes a fifth of a start
     return run(plan, asked, screen=screen, out=out, resume=resume, device=device, command=command, signals=signals)
 
 
