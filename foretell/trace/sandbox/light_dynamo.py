@@ -72,7 +72,7 @@ def graph_break(*_: Any, **__: Any) -> None:
     """There is no graph."""
 
 
-class _Rules:
+class _NoRules:
     """Of what may be compiled: none was read, so none is kept."""
 
     @staticmethod
@@ -89,7 +89,7 @@ class _Light(ModuleType):
     source: ModuleType
     disable = staticmethod(disable)
     graph_break = staticmethod(graph_break)
-    trace_rules = _Rules()
+    trace_rules = _NoRules()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
