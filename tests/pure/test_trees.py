@@ -295,6 +295,7 @@ def test_a_stored_model_predicts_the_same(seed: int, depth: int, trees: int, sca
     assert back.predict(x).tolist() == model.predict(x).tolist()
 
 
+@pytest.mark.slow(reason="as many trees as a device has; a stored model predicts the same above")
 def test_a_file_stays_small() -> None:
     x, y = waves(2000, 0, noise=0.02)
     model = fit(x, y, ["m", "n", "mn"])
