@@ -258,6 +258,7 @@ def test_trees_end_where_the_validation_error_is_least(patience: int) -> None:
     assert model.questions.tolist() == whole.questions[:kept].tolist()
 
 
+@pytest.mark.slow(reason="two fits of many rows; that trees end where the error of that share is least is tested above")
 def test_a_share_for_validation_is_not_fitted() -> None:
     rng = np.random.default_rng(8)
     x, y = rng.uniform(size=(300, 5)), rng.normal(size=300)
