@@ -180,6 +180,7 @@ def test_sealed_forecasts_say_the_same(name: str) -> None:
     assert found.seconds == known.time.step_seconds
 
 
+@pytest.mark.slow(reason="a search; what one finds is costed op by op in test_find.py")
 def test_a_plan_that_is_searched_has_the_numbers_of_its_own_prediction(here: None) -> None:
     from foretell.search.solve.choose import SearchConstraints, choose
     from foretell.trace.load.model import Source
