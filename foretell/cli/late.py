@@ -8,14 +8,18 @@ once; for anything else the adapter is made, and all is as typer has it.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from typer import core
 
 _NUMBERS = {int: re.compile(r"-?[0-9]{1,15}"), float: re.compile(r"-?[0-9]{1,15}(\.[0-9]{1,15})?")}
 _LIMITS = ("click_type", "min", "max", "clamp")
+_OF_PATHS = {"exists": False, "file_okay": True, "dir_okay": True, "writable": False, "resolve_path": False, "path_type": None}
+"""What may be asked of a path besides that it can be read, and what it is where nothing is asked."""
 _MAKE = "build_runtime_param"
 
 
@@ -26,6 +30,7 @@ class Late:
         self._make, self._descriptor = make, descriptor
         info = descriptor.parameter_info
         self._parser = getattr(info, "parser", None)
+        self._any_path = all(getattr(info, name, usual) == usual for name, usual in _OF_PATHS.items())
         self._plain: Any = None if any(getattr(info, name, None) not in (None, False) for name in _LIMITS) else descriptor.annotation
 
     def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
@@ -39,8 +44,10 @@ class Late:
             if self._parser is not None:
                 with contextlib.suppress(Exception):  # what is wrong is told as typer tells it
                     return self._parser(value)
-            elif self._plain is str and _is_plain(value):
+            elif (self._plain is str and _is_plain(value)) or (self._plain is bool and type(value) is bool):
                 return value
+            elif self._plain is Path and self._any_path and _is_plain(value) and value.isprintable() and _can_be_read(value):
+                return Path(value)
             elif self._plain in _NUMBERS:
                 if type(value) is self._plain:
                     return value
@@ -51,6 +58,11 @@ class Late:
 
 def _is_plain(value: Any) -> bool:
     return type(value) is str and value.isascii()
+
+
+def _can_be_read(path: str) -> bool:
+    """Or is not there, which typer leaves to whoever opens it."""
+    return bool(path) and (os.access(path, os.R_OK) or not os.path.lexists(path))
 
 
 def install() -> None:

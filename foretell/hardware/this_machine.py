@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from foretell.cores import physical_cores as physical_cores
 from foretell.errors import UnknownName, UserError
 from foretell.hardware.catalog import GENERIC_CPU, devices, find, find_reported, normalise
 from foretell.hardware.links import with_links
@@ -140,20 +141,3 @@ def usable_ram() -> int | None:
         if limit.isdecimal() and int(limit) > 0:
             found.append(int(limit))
     return min(found) if found else None
-
-
-def physical_cores() -> int:
-    """Cores without hyper-threads, as far as this process may use them."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return allowed
-    pairs, socket = set(), ""
-    for line in text.splitlines():
-        key, _, value = (part.strip() for part in line.partition(":"))
-        if key == "physical id":
-            socket = value
-        elif key == "core id":
-            pairs.add((socket, value))
-    return min(len(pairs), allowed) if pairs else allowed

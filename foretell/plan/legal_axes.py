@@ -94,6 +94,8 @@ def adapters(plan: Plan) -> Found:
     if plan.mesh.tp > 1 and plan.adapters.kind.startswith("dora"):
         problem = f"mesh.tp is {plan.mesh.tp} and they are {plan.adapters.kind}, which needs the length of whole rows of a weight"
         yield "adapters", problem, "kind lora, or tp 1"
+    if plan.mesh.tp > 1 and plan.compile != "none":
+        yield "compile", f"is {plan.compile} and mesh.tp is {plan.mesh.tp}: a split layer with an adapter is not compiled", "compile none"
     if plan.mesh.tp > 1 and plan.base:
         problem = f"mesh.tp is {plan.mesh.tp}, and a weight that is packed in blocks is held and run whole"
         yield "base", problem, "tp 1, or no base"

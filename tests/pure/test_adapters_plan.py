@@ -47,7 +47,8 @@ def test_a_recipe_is_what_the_plan_trains_and_back() -> None:
     ("change", "field"),
     [
         ({"mesh": Mesh(tp=2)}, "base"), ({"mesh": Mesh(tp=2), "base": {}, "adapters": replace(OWN, kind="dora")}, "adapters"),
-        ({"mesh": Mesh(tp=2), "base": {}}, ""), ({"mesh": Mesh(dp_shard=2, cp=2)}, ""), ({"mesh": Mesh(dp_shard=2, ep=2)}, "adapters"),
+        ({"mesh": Mesh(tp=2), "base": {}}, ""), ({"mesh": Mesh(tp=2), "base": {}, "compile": "blocks"}, "compile"),
+        ({"mesh": Mesh(dp_shard=2, cp=2)}, ""), ({"mesh": Mesh(dp_shard=2, ep=2)}, "adapters"),
         ({"mesh": Mesh(pp=2), "pipeline": Pipeline(schedule="1f1b", cuts=("blocks.1",)), "accumulate": 2}, ""),
         ({"states": {"blocks.*": "host"}}, "adapters"),
         ({"adapters": None}, "base['adapted']"), ({"base": {"qkv": "int3"}}, "base['qkv']"),

@@ -17,13 +17,14 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "foretell"
 
 ROOMS = (
-    "errors", "units", "files", "decode", "notebook", "quantities", "zoo", "trace", "hardware", "options", "plan", "lower", "price", "simulate",
+    "errors", "units", "files", "decode", "cores", "notebook", "quantities", "zoo", "trace", "hardware", "options", "plan", "lower", "price",
+    "simulate",
     "kernels", "checkpoint", "runtime", "search", "prove", "tune", "serve", "report", "eject", "export", "observe", "api", "cli",
 )  # fmt: skip
 """Top to bottom: a room imports itself and rooms before it."""
 
-PURE = ("errors", "units", "files", "decode", "notebook", "options", "trace.types", "trace.recipe", "quantities", "hardware", "plan", "lower",
-        "price", "simulate", "search.solve.choose", "runtime.detect.hangs", "runtime.detect.slow", "runtime.detect.links",
+PURE = ("errors", "units", "files", "decode", "cores", "notebook", "options", "trace.types", "trace.recipe", "quantities", "hardware", "plan",
+        "lower", "price", "simulate", "search.solve.choose", "runtime.detect.hangs", "runtime.detect.slow", "runtime.detect.links",
         "runtime.detect.detector", "runtime.detect.history", "runtime.detect.ring")  # fmt: skip
 """Modules, and rooms with all their modules, that must import without torch."""
 

@@ -53,3 +53,23 @@ def test_a_command_with_plain_options_imports_no_pydantic() -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout.strip() == "False", done.stderr
+
+
+@pytest.mark.parametrize("more", [{}, {"exists": True}, {"file_okay": False}, {"dir_okay": False}, {"writable": True}, {"resolve_path": True}])
+def test_a_path_is_the_one_that_typer_makes_of_it(more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "nowhere").symlink_to("none")
+    (tmp_path / "denied").touch(0)
+    for value in ("file", "folder", "none", "nowhere", "denied", "file/below", "-", ".", "./file", "a b", "a\0b", "a\nb", "~", "/"):
+        ours = read(lambda descriptor: late.Late(_coercion.build_runtime_param, descriptor), Path, value, **more)
+        assert ours == read(_coercion.build_runtime_param, Path, value, **more), value
+
+
+def test_a_run_imports_no_pydantic(tmp_path: Path) -> None:
+    words = ["run", str(tmp_path / "none.json"), "--device", "cpu", "--max-restarts", "2", "--save-every", "5", "--out", str(tmp_path), "--no-standby"]
+    code = f"import sys\nfrom foretell.cli import main\nassert main({words}) == 2\nprint('pydantic' in sys.modules)"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.strip() == "False", done.stderr

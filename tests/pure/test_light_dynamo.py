@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -80,3 +81,33 @@ def test_nobody_gets_all_of_it_while_a_step_is_recorded(traces: dict[str, Any]) 
 def test_a_model_that_needs_more_is_traced_once_more_with_all_of_it(traces: dict[str, Any]) -> None:
     found = told(_NEEDS_MORE)
     assert found["whole"] and found["after"] == traces["light"]
+
+
+_RULES = """
+import sys, torch
+from foretell.trace.sandbox import light_dynamo
+light_dynamo.install()
+torch._dynamo.trace_rules.clear_lru_cache()
+light = len([name for name in sys.modules if name.startswith("torch._dynamo.")])
+one = torch.ones(1)
+print(light, torch._dynamo.trace_rules.lookup.__module__, torch.compile(torch.sin, backend="eager")(one).item() == one.sin().item())
+"""
+
+
+def test_rules_that_nobody_read_are_forgotten_without_reading_them() -> None:
+    done = subprocess.run([sys.executable, "-c", _RULES], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == ["2", "torch._dynamo.trace_rules", "True"], "its settings and sources alone; then all of it"
+
+
+@pytest.mark.slow(reason="ranks that import torch themselves; forked ones have it")
+def test_ranks_of_a_plan_that_compiles_nothing_start_without_it(tmp_path: Path) -> None:
+    from foretell.plan import file as plans
+    from foretell.plan.types import Mesh, Plan
+
+    tiny = {"layers": 2, "dim": 32, "heads": 2, "context": 32, "vocab_size": 256}
+    model = {"model": "gpt-tiny", "overrides": tiny, "seq": 32}
+    plans.write(Plan(model=model, hardware="CPU", micro_batch=2, precision="fp32", mesh=Mesh(dp_shard=2)), tmp_path / "plan.json")
+    words = ["run", str(tmp_path / "plan.json"), "--device", "cpu", "--steps", "2", "--out", str(tmp_path / "run")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONPROFILEIMPORTTIME": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-m", "foretell", *words], env=env, capture_output=True, text=True, timeout=240, check=True)
+    assert "torch.distributed.fsdp" in done.stderr and "torch._dynamo." not in done.stderr.replace("torch._dynamo.config", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import json
 import os
 import signal
 import socket
@@ -18,7 +19,10 @@ import pytest
 
 from foretell.cli import main
 from foretell.errors import UserError
+from foretell.plan import file as plans
+from foretell.plan.types import Mesh, Plan
 from foretell.runtime.process import proc
+from foretell.runtime.process.apart import apart
 from foretell.runtime.process.launch import CRASHED, HUNG, KILLED, LOST, RunEnded, rank_environment
 from foretell.runtime.process.supervise import reaper, slurm
 from foretell.runtime.process.supervise import standby as standbys
@@ -276,3 +280,79 @@ def test_nothing_here_looks_at_the_clock_on_the_wall() -> None:
     folder = ROOT / "foretell" / "runtime" / "process"
     files = [*(folder / "supervise").glob("*.py"), *(folder / f"{name}.py" for name in ("launch", "blame", "watch", "progress"))]
     assert len(files) > 8 and [path.name for path in files if "time.time" in path.read_text() or "datetime.now" in path.read_text()] == []
+
+
+# ---------------------------------------------------------------- memory of who only watches
+
+ONLY_WATCHES = """
+import json, sys
+from foretell.cli import main
+from foretell.runtime.process import launch
+from foretell.runtime.process.supervise import keep
+
+class NoStandby:
+    lives = True
+    def __init__(self, world): pass
+    def start(self, *_): pass
+    def close(self): pass
+
+def attempt(self, words):
+    keeper._kept()
+    with open("/proc/self/status") as stream:
+        resident = next(int(line.split()[1]) for line in stream if line.startswith("VmRSS"))
+    print(json.dumps({"modules": sorted(sys.modules), "kilobytes": resident}))
+    return launch.RunEnded(0)
+
+def remember(self, *given, _init=keep.Keeper.__init__, **more):
+    global keeper
+    keeper = self
+    _init(self, *given, **more)
+
+keep.Keeper.__init__, keep.Standby, launch.Launcher.attempt = remember, NoStandby, attempt
+sys.exit(main(sys.argv[1:]))
+"""
+"""`foretell run` up to where it would start ranks, and once it has looked for the newest checkpoint as after a fault."""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_who_only_watches_takes_30_megabytes(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    plans.write(Plan(model={"model": "gpt-tiny", "seq": 32}, hardware="CPU", mesh=Mesh(dp_shard=2)), plan)
+    words = ["run", str(plan), "--device", "cpu", "--max-restarts", "2", "--save-every", "5", "--out", str(tmp_path / "out")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", ONLY_WATCHES, *words], env=env, capture_output=True, text=True, timeout=120, check=True)
+    found = json.loads(done.stdout.splitlines()[0])
+    heavy = {"torch", "numpy", "pydantic", "ssl", "http.client", "rich", "foretell.hardware", "foretell.zoo", "foretell.plan.legal", "foretell.lower"}
+    assert not heavy & set(found["modules"])
+    assert found["kilobytes"] < 30_000
+
+
+def test_what_is_done_apart_raises_here() -> None:
+    def refuses() -> None:
+        raise UserError("no such thing", "another")
+
+    def dies() -> None:
+        done.append(1)
+        if os.getpid() != mine:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    mine, done = os.getpid(), list[int]()
+    apart(lambda: done.append(2))
+    assert done == [] or threading.active_count() > 1, "it was done in another process"
+    with pytest.raises(UserError, match="no such thing; another"):
+        apart(refuses)
+    done.clear()
+    apart(dies)
+    assert done == [1], "where that process is ended it is done here"
+
+
+def test_what_is_done_apart_is_done_here_beside_other_threads() -> None:
+    stop, done = threading.Event(), list[int]()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    try:
+        apart(lambda: done.append(1))
+    finally:
+        stop.set()
+        thread.join()
+    assert done == [1]

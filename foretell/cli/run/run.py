@@ -172,12 +172,13 @@ def _launch(
 ) -> int:  # fmt: skip
     """As many processes as the plan wants, on this machine."""
     from foretell.runtime.process import launch
+    from foretell.runtime.process.apart import apart
     from foretell.runtime.process.supervise.keep import Keeper
     from foretell.runtime.train import folder
 
     launch.check_room(plan, device)
     out = out or folder.usual_path(plan)
-    folder.check(plan, asked, resume=resume)
+    apart(lambda: folder.check(plan, asked, resume=resume))
     given = any(word == "--out" or word.startswith("--out=") for word in common.typed())
     words = [*common.typed(), *([] if given else ["--out", str(out)])]
     if how.restarts and not asked.get("no_save") and not (asked.get("save_every") or asked.get("mtbf") or resume):
@@ -278,6 +279,10 @@ def _run(
         if error.name != "torch":
             raise
         raise UserError("torch is not installed", "pip install 'torch>=2.11'") from error
+    if plan.compile == "none" and "compiled" not in plan.kernels.values():
+        from foretell.trace.sandbox import light_dynamo
+
+        light_dynamo.install()  # an optimizer asks for torch's compiler, which takes a fifth of a start
     return run(plan, asked, screen=screen, out=out, resume=resume, device=device, command=command, signals=signals)
 
 

@@ -23,10 +23,9 @@ from dataclasses import dataclass, field, replace
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
+from foretell.cores import physical_cores
 from foretell.decode import json_of
 from foretell.errors import UserError
-from foretell.hardware.this_machine import physical_cores
-from foretell.plan.legal import launch as command_for
 from foretell.plan.types import Plan
 from foretell.runtime.process.blame import TIMEOUT_SECONDS, EndReason, Judge, Limits
 from foretell.runtime.process.guardian import Guardian
@@ -119,6 +118,8 @@ def check_room(plan: Plan, device: str) -> None:
     there = gpus()
     if device == "cpu" or (device == "auto" and not there) or there >= world:
         return
+    from foretell.plan.legal import launch as command_for
+
     raise UserError(
         f"the plan wants {world} GPUs and this machine has {there}",
         f"start it on every machine with `{command_for(plan, max(1, there))}`, or try it with --device cpu",

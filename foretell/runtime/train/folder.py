@@ -28,8 +28,6 @@ from foretell.decode import decode
 from foretell.errors import FileFormatError, UnknownName, UserError
 from foretell.files import read_json, write_atomically
 from foretell.plan import file as plans
-from foretell.plan import legal
-from foretell.plan.facts import facts_of
 from foretell.plan.text import shell_word
 from foretell.plan.types import Plan
 from foretell.runtime.detect import ring
@@ -185,6 +183,9 @@ def read_settings(run: Path) -> RunSettings | None:
 
 def check(plan: Plan, asked: Mapping[str, Any], *, resume: bool = False) -> None:
     """Raise what is wrong as far as it can be seen before anything starts. `asked` are fields of `RunSettings`."""
+    from foretell.plan import legal
+    from foretell.plan.facts import facts_of
+
     legal.check(plan, facts_of(plan))
     settings = RunSettings(**asked)
     if not resume:  # a resumed run has its own

@@ -1,8 +1,9 @@
 """torch._dynamo as far as a step needs it that nothing compiles: importing all of it takes as long as importing torch.
 
-torch asks for four things of it in such a step: its settings, when a fake tensor mode is made; `disable` and `graph_break` around
-optimizers and checkpoints, which do nothing where nothing is compiled; and names for where fake numbers come from, which only symbolic
-shapes read. Whoever asks for anything else, or imports a file of it, gets all of it, or is `AllOfDynamoRefused` where that would come at a bad time.
+torch asks for five things of it in such a step: its settings, when a fake tensor mode is made; `disable` and `graph_break` around
+optimizers and checkpoints, which do nothing where nothing is compiled; that rules which were not read be forgotten, when processes
+join; and names for where fake numbers come from, which only symbolic shapes read. Whoever asks for anything else, or imports a file of
+it, gets all of it, or is `AllOfDynamoRefused` where that would come at a bad time.
 """
 
 from __future__ import annotations
@@ -71,12 +72,24 @@ def graph_break(*_: Any, **__: Any) -> None:
     """There is no graph."""
 
 
+class _NoRules:
+    """Of what may be compiled: none was read, so none is kept."""
+
+    @staticmethod
+    def clear_lru_cache() -> None:
+        """When processes join: rules know of them then."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(whole().trace_rules, name)
+
+
 class _Light(ModuleType):
     __path__: list[str]
     config: ModuleType
     source: ModuleType
     disable = staticmethod(disable)
     graph_break = staticmethod(graph_break)
+    trace_rules = _NoRules()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

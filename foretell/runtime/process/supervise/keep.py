@@ -179,7 +179,7 @@ class Keeper:
         return pause
 
     def _kept(self) -> int | None:
-        from foretell.checkpoint import store  # brings numpy: not before it is needed
+        from foretell.checkpoint import store  # not before it is needed
 
         found = store.complete(self.out / CHECKPOINTS)
         return found[0].step if found else None

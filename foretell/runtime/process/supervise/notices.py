@@ -6,7 +6,6 @@ It is answered as SIGUSR1 is: the run saves and leaves. Signals themselves (SIGT
 from __future__ import annotations
 
 import contextlib
-import http.client
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -57,6 +56,8 @@ def _server(address: str) -> Look:
         host, port = None, None
     if not host:
         raise UserError(f"--notice {address} names no host", "give such as http://169.254.169.254/latest/meta-data/spot/instance-action")
+    import http.client  # brings ssl: some megabytes, for whoever asks a server
+
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
 
