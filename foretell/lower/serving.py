@@ -25,6 +25,10 @@ WRITE = "aten.cat.default"
 """What writing keys and values of a step costs: reading both and writing both."""
 
 
+Layer = tuple[TensorSpec, TensorSpec, TensorSpec]
+"""Queries, keys and values of one attention, each (tokens, heads, size)."""
+
+
 class StepShape(NamedTuple):
     """What a step costs depends on this."""
 
@@ -61,12 +65,18 @@ def resized(trace: Trace, tokens: int, rows: int) -> Trace:
                 return size // odd * count
         return size
 
+    known: dict[TensorSpec, TensorSpec] = {}
+
     def ref_of(ref: Ref) -> Ref:
-        return Ref(ref.storage, TensorSpec(tuple(map(scaled, ref.spec.shape)), ref.spec.dtype))
+        spec = known.get(ref.spec)
+        if spec is None:
+            spec = known[ref.spec] = TensorSpec(tuple(map(scaled, ref.spec.shape)), ref.spec.dtype)
+        return ref if spec == ref.spec else Ref(ref.storage, spec)
 
     def op_of(op: Op) -> Op:
         flops = None if op.flops is None else scaled(op.flops)
-        return replace(op, inputs=tuple(map(ref_of, op.inputs)), outputs=tuple(map(ref_of, op.outputs)), flops=flops)
+        inputs, outputs = tuple(map(ref_of, op.inputs)), tuple(map(ref_of, op.outputs))
+        return Op(op.name, inputs, outputs, op.module, op.phase, flops, op.allocates, op.frees, op.attrs)
 
     def storage_of(number: int, one: Storage) -> Storage:
         return one if number in fixed else one._replace(nbytes=scaled(one.nbytes))
@@ -92,27 +102,55 @@ def served_step(trace: Trace, shape: StepShape, cached: int) -> Trace:
     return replace(found, programs=programs, storages=storages, resident=(*found.resident, pool))
 
 
+class Specs(NamedTuple):
+    """What one attention of a step reads and writes."""
+
+    name: str
+    query: TensorSpec
+    key: TensorSpec
+    value: TensorSpec
+    result: TensorSpec
+    attrs: tuple[float | bool, ...]
+
+
+def generating(layer: Layer, many: int, tokens: int) -> Specs:
+    """One token of each of many sequences, against as many tokens each."""
+    query, key, value = layer
+    heads, size, wide, dtype = query.shape[1], query.shape[2], value.shape[2], query.dtype
+    kept = [TensorSpec((many, one.shape[1], tokens, one.shape[2]), one.dtype) for one in (key, value)]
+    return Specs(PAGED, TensorSpec((many, heads, size), dtype), kept[0], kept[1], TensorSpec((many, heads, wide), dtype), ())
+
+
+def prompting(layer: Layer, start: int, count: int) -> Specs:
+    """A piece of a prompt, against itself and what is before it."""
+    query, key, value = layer
+    heads, size, wide, dtype = query.shape[1], query.shape[2], value.shape[2], query.dtype
+    kept = [TensorSpec((1, one.shape[1], start + count, one.shape[2]), one.dtype) for one in (key, value)]
+    return Specs(FLASH, TensorSpec((1, heads, count, size), dtype), kept[0], kept[1], TensorSpec((1, heads, count, wide), dtype), (0.0, True))
+
+
+def layers_of_attention(trace: Trace) -> list[Layer]:
+    """Queries, keys and values of each layer, as traced."""
+    return [(op.inputs[0].spec, op.inputs[1].spec, op.inputs[2].spec) for op in trace.ops() if op.name == ATTEND]
+
+
 def _attention(op: Op, shape: StepShape, pool: int) -> Iterator[Op]:
-    query, key, value = (ref.spec for ref in op.inputs)
-    heads, size = query.shape[1:]
-
-    def kept(spec: TensorSpec, *lead: int) -> Ref:
-        return Ref(pool, TensorSpec((lead[0], spec.shape[1], *lead[1:], spec.shape[2]), spec.dtype))
-
-    def of(storage: int, *sizes: int) -> Ref:
-        return Ref(storage, TensorSpec(sizes, query.dtype))
-
+    layer = (op.inputs[0].spec, op.inputs[1].spec, op.inputs[2].spec)
+    query, key, value = layer
     asks, result = op.inputs[0].storage, op.outputs[0].storage
-    parts = [Op(WRITE, op.inputs[1:], (kept(key, query.shape[0]), kept(value, query.shape[0])), op.module, op.phase, 0)]
+
+    def made(specs: Specs, pairs: int) -> Op:
+        """`pairs`: of queries and keys that meet, of one head."""
+        given = (Ref(asks, specs.query), Ref(pool, specs.key), Ref(pool, specs.value))
+        flops = 2 * pairs * query.shape[1] * (query.shape[2] + value.shape[2])
+        return Op(specs.name, given, (Ref(result, specs.result),), op.module, op.phase, flops, attrs=specs.attrs)
+
+    parts = [Op(WRITE, op.inputs[1:], (Ref(pool, key), Ref(pool, value)), op.module, op.phase, 0)]
     if shape.generating:
-        many, tokens = shape.generating, -(-shape.attended // shape.generating)
-        flops = 2 * many * heads * tokens * (size + value.shape[2])
-        given = (of(asks, many, heads, size), kept(key, many, tokens), kept(value, many, tokens))
-        parts.append(Op(PAGED, given, (of(result, many, heads, value.shape[2]),), op.module, op.phase, flops))
+        tokens = -(-shape.attended // shape.generating)
+        parts.append(made(generating(layer, shape.generating, tokens), shape.generating * tokens))
     for start, count in shape.chunks:
-        flops = 2 * heads * count * (start + (count + 1) // 2) * (size + value.shape[2])
-        given = (of(asks, 1, heads, count, size), kept(key, 1, start + count), kept(value, 1, start + count))
-        parts.append(Op(FLASH, given, (of(result, 1, heads, count, value.shape[2]),), op.module, op.phase, flops, attrs=(0.0, True)))
+        parts.append(made(prompting(layer, start, count), count * start + count * (count + 1) // 2))
     parts[0] = replace(parts[0], allocates=op.allocates)
     parts[-1] = replace(parts[-1], frees=op.frees)
     yield from parts

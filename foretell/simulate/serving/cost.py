@@ -13,17 +13,28 @@ from dataclasses import dataclass, field
 
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster
-from foretell.lower.serving import FLASH, PAGED, StepShape, kv_bytes, served_step
+from foretell.lower.serving import (
+    FLASH,
+    PAGED,
+    Layer,
+    StepShape,
+    generating,
+    kv_bytes,
+    layers_of_attention,
+    prompting,
+    served_step,
+)
 from foretell.price.kernels.shapes import Shape
 from foretell.price.machine import machine
-from foretell.price.speeds import Options, profile_for
-from foretell.price.time import Machine, shape_of
+from foretell.price.speeds import Options, alone, profile_for
+from foretell.price.time import Machine
 from foretell.simulate.parts import PlanCost
 from foretell.simulate.plan import predict_step
+from foretell.simulate.time.step import plan_time
 from foretell.trace.recipe import Recipe
 from foretell.trace.types import PARAMETER, Trace
 
-COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
+COUNTS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 16384)
 """Of tokens, that steps are predicted whole for."""
 APART = 1.05
 """Contexts between which attention is priced."""
@@ -43,7 +54,7 @@ class StepCosts:
     graphs: bool = False
     """The host's launches are replayed: a step waits for the device alone."""
     known: Machine = field(init=False)
-    layers: int = field(init=False)
+    layers: list[Layer] = field(init=False)
     _bases: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     _attention: dict[tuple[str, int, int], float] = field(default_factory=dict)
     _steps: dict[StepShape, float] = field(default_factory=dict)
@@ -53,7 +64,7 @@ class StepCosts:
         if found is None:
             name = self.cluster.device.name
             raise UserError(f"nothing is known of the speed of {name}", "a device of `foretell hardware`, or foretell probe there")
-        self.known = found
+        self.known, self.layers = found, layers_of_attention(self.trace)
 
     @property
     def weights_bytes(self) -> int:
@@ -95,8 +106,7 @@ class StepCosts:
     def _base(self, tokens: int, rows: int) -> tuple[float, float]:
         if (tokens, rows) not in self._bases:
             shape = StepShape(tokens, tokens, (), rows)
-            time = self.whole(shape).time
-            assert time is not None, "the machine is known"
+            time, _ = plan_time(served_step(self.trace, shape, self.cached), alone(self.known))  # as `whole`, without bytes
             self._bases[tokens, rows] = (time.device_seconds - self._attended(shape), time.host_seconds)
         return self._bases[tokens, rows]
 
@@ -122,9 +132,8 @@ class StepCosts:
     def _priced(self, name: str, count: int, tokens: int) -> float:
         key = (name, count, tokens)
         if key not in self._attention:
-            shape = StepShape(count, count * tokens, (), 1) if name == PAGED else StepShape(0, 0, ((max(0, tokens - count), count),), 1)
-            ops = [op for op in served_step(self.trace, shape, 0).ops() if op.name == name]
-            shapes: list[Shape] = [shape_of(op) for op in ops]
+            specs = [generating(layer, count, tokens) if name == PAGED else prompting(layer, max(0, tokens - count), count) for layer in self.layers]
+            shapes = [Shape(one.name, (one.query, one.key, one.value), (one.result,), one.attrs) for one in specs]
             seconds = self.known.ops.seconds(shapes)
             around = self.known.in_step.get("compute" if name == FLASH else "memory", 1.0)
             self._attention[key] = sum(seconds[one] for one in shapes) * around
