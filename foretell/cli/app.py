@@ -39,6 +39,7 @@ COMMANDS = {
     "fit": Command(where="fit.fit:fit", says="Does MODEL fit on HW? Exit 0 yes, 1 no."),
     "plan": Command(where="plan.plan:plan", says="The best plan to train MODEL on HW; show, export, eject, advise."),
     "run": Command(where="run.run:run", says="Train as a plan says, and measure it; demo, box, supervise, chaos, ckpt."),
+    "serve": Command(where="serve.serve:serve", says="MODEL behind OpenAI's HTTP interface: pages, continuous batching, any client."),
     "watch": Command(where="run.watch:watch", says="Run your script as it is: predicted beside measured, why memory ran out."),
     "verify": Command(where="run.verify:verify", says="Does a plan compute what one process computes? Exit 0 yes, 1 no."),
     "compare": Command(where="compare:compare", reads=True, says="Predicted beside measured of a run, or two runs side by side; prove, diff."),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from foretell.options import words
 from foretell.options.describe import option
 
-SUPERVISED = ("max_restarts", "standby", "notice", "elastic", "ranks")
+SUPERVISED = ("max_restarts", "standby", "notice", "elastic", "ranks", "replan")
 """Options of `run` for whoever starts its ranks."""
 
 
@@ -57,6 +57,8 @@ class RunOptions:
     elastic: bool = option(False, "With --max-restarts: go on with fewer ranks, under a new plan, when one is not back after all its restarts.")
     ranks: str | None = option(None, "With --elastic: a file that says how many ranks there may be now, at most PLAN's; read about once "
                                      "a second.", metavar="FILE")  # fmt: skip
+    replan: bool = option(False, "Where steps take for long 20 % more than predicted: plan again with the machine as measured, and go on under a "
+                                 "plan that is predicted to be 5 % quicker.")  # fmt: skip
     out: str | None = option(None, "The run folder; default runs/MODEL-DATE.", metavar="FOLDER")
     resume: bool = option(False, "Resume the run in --out exactly where it stopped; PLAN may use another layout.")
     device: str = option("auto", "Where to run.", metavar="auto|cpu|cuda")

@@ -79,7 +79,7 @@ def activations(plan: Plan) -> Found:
 
 
 def adapters(plan: Plan) -> Found:
-    """Adapters on layers that every rank runs whole, and a base that is not trained."""
+    """Adapters, which know every axis but that of experts, and a base that is not trained."""
     if plan.adapters is None:
         if plan.base:
             pattern, kind = next(iter(plan.base.items()))
@@ -88,10 +88,17 @@ def adapters(plan: Plan) -> Found:
     for pattern, kind in plan.base.items():
         if kind not in BASE_FORMATS:
             yield f"base['{pattern}']", f"'{kind}' is not known", ", ".join(BASE_FORMATS)
-    for axis in ("pp", "tp", "cp", "ep"):
-        if getattr(plan.mesh, axis) > 1:
-            problem = f"mesh.{axis} is {getattr(plan.mesh, axis)}, and layers with an adapter are run whole"
-            yield "adapters", problem, f"{axis} 1, and dp_shard or dp_replicate instead"
+    if plan.mesh.ep > 1:
+        problem = f"mesh.ep is {plan.mesh.ep}, and experts are tables of weights, which have no adapters"
+        yield "adapters", problem, "ep 1, and dp_shard or dp_replicate instead"
+    if plan.mesh.tp > 1 and plan.adapters.kind.startswith("dora"):
+        problem = f"mesh.tp is {plan.mesh.tp} and they are {plan.adapters.kind}, which needs the length of whole rows of a weight"
+        yield "adapters", problem, "kind lora, or tp 1"
+    if plan.mesh.tp > 1 and plan.compile != "none":
+        yield "compile", f"is {plan.compile} and mesh.tp is {plan.mesh.tp}: a split layer with an adapter is not compiled", "compile none"
+    if plan.mesh.tp > 1 and plan.base:
+        problem = f"mesh.tp is {plan.mesh.tp}, and a weight that is packed in blocks is held and run whole"
+        yield "base", problem, "tp 1, or no base"
     if plan.offloads:
         yield "adapters", "states or weights of the plan are elsewhere, and those of adapters are small", "no states, weights or bf16-master"
     if plan.precision == FLOAT8:

@@ -22,15 +22,11 @@ def plan_for(plan: Plan, ranks: Sequence[int]) -> Plan:
     the cache. Raises where there is none."""
     cluster, why = parse(plan.hardware), ""
     for micro_batch in (plan.micro_batch, None):
-        wishes = SearchConstraints(
-            global_batch=plan.global_batch, micro_batch=micro_batch, precision=plan.precision, optimizer=plan.optimizer, clip=plan.clip,
-            ranks=tuple(ranks), compile=(plan.compile,), state_format=None if plan.state_format == "fp32" else plan.state_format,
-            adapters=plan.adapters, base=plan.base, sync=plan.sync, loss_chunks=plan.loss_chunks if plan.loss_chunks > 1 else None,
-        )  # fmt: skip
         try:
             found = choose(
-                source_of(plan), cluster, plan.hardware, wishes, exact=None, patience=PATIENCE_SECONDS, options=Options(profile_of=find_profile)
-            )
+                source_of(plan), cluster, plan.hardware, wishes_of(plan, ranks, micro_batch), exact=None, patience=PATIENCE_SECONDS,
+                options=Options(profile_of=find_profile),
+            )  # fmt: skip
         except UserError as error:
             why = why or error.problem
             continue
@@ -38,3 +34,12 @@ def plan_for(plan: Plan, ranks: Sequence[int]) -> Plan:
             return found.best.plan
         why = why or "; ".join(one.why for one in found.reasons)
     raise UserError(f"no plan for {' or '.join(map(str, ranks))} ranks: {why or 'none fits'}", "give it more devices")
+
+
+def wishes_of(plan: Plan, ranks: Sequence[int], micro_batch: int | None) -> SearchConstraints:
+    """What a plan of the same training has in common with this one."""
+    return SearchConstraints(
+        global_batch=plan.global_batch, micro_batch=micro_batch, precision=plan.precision, optimizer=plan.optimizer, clip=plan.clip,
+        ranks=tuple(ranks), compile=(plan.compile,), state_format=None if plan.state_format == "fp32" else plan.state_format,
+        adapters=plan.adapters, base=plan.base, sync=plan.sync, loss_chunks=plan.loss_chunks if plan.loss_chunks > 1 else None,
+    )  # fmt: skip

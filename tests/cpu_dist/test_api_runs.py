@@ -49,6 +49,7 @@ def test_a_run_is_the_commands_and_goes_on(tmp_path: Path, capsys: pytest.Captur
     assert set(json.loads(capsys.readouterr().out)["runs"]) == set(both.to_json())
 
 
+@pytest.mark.slow(reason="the command starts two ranks in test_train_failures.py")
 def test_a_plan_of_two_ranks_is_run_by_two_processes(tmp_path: Path) -> None:
     wide = replace(PLAN, mesh=Mesh(dp_shard=2), accumulate=1)
     file.write(wide, tmp_path / "plan.json")

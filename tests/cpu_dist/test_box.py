@@ -100,8 +100,8 @@ def boxed(plan: Plan, rank: int) -> list[tuple[str, int]]:
     return [(one.operation, one.nbytes) for one in messages]
 
 
-ALIKE = pytest.mark.slow(reason="eight shards ask as four of two replicas do, loops as those of zero-bubble")
-LONG = ("fsdp 8", "interleaved")
+ALIKE = pytest.mark.slow(reason="eight shards ask as four of two replicas do, other schedules as 1f1b")
+LONG = ("fsdp 8", "interleaved", "zero-bubble")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=ALIKE if name in LONG else ()) for name in PLANS])

@@ -285,6 +285,7 @@ def test_an_optimizer_of_another_kind_and_a_version_of_the_future_are_refused(
         refuse_other(saved, {k: v for k, v in saved.manifest.tensors.items() if k[0] == "m"}, plan.with_(optimizer="momentum"))
 
 
+@pytest.mark.slow(reason="two runs more; another kind of optimizer is refused above")
 def test_the_same_model_under_another_way_to_compute_the_optimizer(tmp_path: Path, own: str) -> None:
     plan = PLAN.with_(model={"model": own}, micro_batch=4, accumulate=2)
     alone(tmp_path / "a", plan, data=None)
@@ -296,12 +297,15 @@ def test_the_same_model_under_another_way_to_compute_the_optimizer(tmp_path: Pat
             alone(tmp_path / "a", other, resume=True)
 
 
+LOOP = pytest.mark.slow(reason="keeps what runs of test_train.py keep")
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         pytest.param({"optimizer": "sgd"}, marks=pytest.mark.slow(reason="keeps nothing: the others keep more")),
         pytest.param({"optimizer": "momentum"}, marks=pytest.mark.slow(reason="keeps one tensor of the two that adam keeps")),
-        {"optimizer": "adam-loop"}, {"precision": "bf16"},
+        pytest.param({"optimizer": "adam-loop"}, marks=LOOP), {"precision": "bf16"},
         pytest.param({"precision": "bf16-mixed"}, marks=pytest.mark.slow(reason="saved in fp32, as the first")),
     ],
     ids=lambda changes: "-".join(changes.values()),

@@ -51,7 +51,10 @@ def planned(folder: Path, model: str = MODEL, **changes: Any) -> Any:
     return PLAN.with_(model={"model": str(folder / "mine.py")}, micro_batch=6, accumulate=2, **changes)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+LOADED = pytest.mark.slow(reason="samples from another process, as in test_train_faults.py")
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=LOADED)])
 def test_one_process_goes_on_with_smaller_micro_batches(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """6 samples do not fit, nor 3; one does. The step that failed is computed anew, buffers and all, and nothing comes twice."""
     plan = planned(tmp_path)

@@ -58,6 +58,7 @@ def test_states_on_disk_give_the_losses_of_the_plain_run_and_go_on_anywhere(tmp_
     assert not list(scratch.iterdir()) and not open_files(saved / "run")
 
 
+@pytest.mark.slow(reason="a run that saves slowly; updates during backward are in test_offload_disk.py")
 def test_updates_during_backward_wait_for_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing is clipped; a thread updates as on a GPU, and copying for a save takes longer than a step."""
     free, take = {"clip": None, "precision": MASTER}, Image.take

@@ -53,6 +53,7 @@ def test_moments_on_the_host_give_the_losses_of_the_plain_run(tmp_path: Path) ->
     assert losses(tmp_path / "early", plan(clip=None, states={"blocks.1-2": "host"}), *steps) == unclipped
 
 
+@pytest.mark.slow(reason="two runs; one with states on disk goes on in test_offload_disk_run.py")
 @pytest.mark.parametrize(("form", "weights"), [
     ("fp32", {}),
     pytest.param("int8", {}, marks=pytest.mark.slow(reason="the format is tested in test_offload_int8.py")),

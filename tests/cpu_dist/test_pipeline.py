@@ -294,9 +294,9 @@ def noted(rank: int, world: int, source: Source, plan: Plan, batches: list[Batch
     "case",
     params(
         Case("short gpt", "1f1b", blocks(1), shard=2, count=3),
-        Case("llama", "interleaved-1f1b", blocks(1, 2, 3), slow="one loop and one split backward are enough"),
-        Case("gpt", "zero-bubble-v", blocks(1, 2, 3)),
-        Case("t5", "zero-bubble", ("decoder.blocks.1",), slow="one loop and one split backward are enough"),
+        Case("llama", "interleaved-1f1b", blocks(1, 2, 3), slow="dry runs of every schedule are compared in tests/pure/test_stages.py"),
+        Case("gpt", "zero-bubble-v", blocks(1, 2, 3), slow="dry runs of every schedule are compared in tests/pure/test_stages.py"),
+        Case("t5", "zero-bubble", ("decoder.blocks.1",), slow="dry runs of every schedule are compared in tests/pure/test_stages.py"),
     ),
 )
 def test_a_dry_run_does_what_a_real_one_does(case: Case, ranks: Callable[[int], PoolWorld]) -> None:

@@ -103,9 +103,12 @@ def equal(out: Path, twin: Path) -> None:
     assert not (out / "run.lock").exists() and not list((out / "checkpoints").glob("*.partial"))
 
 
+STOPPED = pytest.mark.slow(reason="one of two that is stopped: one alone is stopped here, and one of two is killed")
+
+
 @pytest.mark.parametrize(
     ("world", "where", "rank", "how"),
-    [(2, "forward", 1, "SIGKILL"), (2, "forward", 0, "SIGSTOP"),
+    [(2, "forward", 1, "SIGKILL"), pytest.param(2, "forward", 0, "SIGSTOP", marks=STOPPED),
      pytest.param(2, "data", 0, "SIGSEGV", marks=pytest.mark.slow(reason="another signal at another point: the same fault")),
      (1, "forward", 0, "SIGSTOP")],
 )  # fmt: skip
@@ -124,6 +127,7 @@ def test_a_rank_that_is_killed_or_stopped_costs_nothing(
     assert "restart 1 of 2" in said and "training again" in said and "Traceback" not in said
 
 
+@pytest.mark.slow(reason="standbys are harmed in tests/pure/test_supervise.py, ranks killed here, checkpoints damaged in test_train_failures.py")
 def test_a_standby_gives_the_same_and_goes_with_the_run(twins: Callable[[int], Path], tmp_path: Path) -> None:
     """Two ranks forked from one process that imported torch; damage in the newest checkpoint, and a rank killed after it."""
     out = tmp_path / "run"

@@ -28,6 +28,7 @@ from foretell.trace.load.model import Source
 from foretell.trace.record.step import Workload, build_optimizer, compute_loss
 from tests.cpu_dist.test_equivalence import Sums
 from tests.cpu_dist.train_cases import PLAN, SETTINGS, losses, sums, ten_steps
+from tests.further import one_in
 
 SOURCE = Source(model="gpt-tiny", overrides={"layers": 2, "dim": 32, "heads": 4, "vocab_size": 64, "context": 16}, micro_batch=2)
 STEPS, RATE = 8, 1e-2
@@ -158,7 +159,7 @@ def train(rank: int, world: int, plan: Plan) -> tuple[Tensor, list[int], list[in
     return torch.cat([job.whole(name, p.detach()).reshape(-1) for name, p in job.named_parameters()]), hashes, sent
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", one_in(2, CASES, "more replicas, or what comes late, of a round that is compared"))
 def test_replicas_compute_what_one_process_computes(name: str, ranks: Callable[[int], PoolWorld]) -> None:
     mesh, sync = CASES[name]
     plan = plan_of(mesh, sync)
@@ -255,6 +256,7 @@ def test_a_run_resumes_bit_for_bit_in_the_middle_of_an_exchange(tmp_path: Path, 
     assert rounds(tmp_path / "cut")[-3:] == rounds(tmp_path / "whole")
 
 
+@pytest.mark.slow(reason="runs of two and of four ranks; a run that resumes between two rounds is above")
 def test_another_number_of_replicas_begins_a_round_from_the_saved_one(tmp_path: Path, ranks: Callable[[int], PoolWorld]) -> None:
     from tests.cpu_dist.train_cases import cut_back
 

@@ -82,7 +82,10 @@ CASES = {
 
 
 ALIKE = pytest.mark.slow(reason="split as another case is, only more or other layers")
-LONG = ("gpt", "gpt, four", "gpt, odd vocabulary", "gpt, compiled", "vit", "bert", "dit", "hf llama", "hf gpt2", "hf mixtral")
+LONG = (
+    "gpt", "gpt, four", "gpt, odd vocabulary", "gpt, compiled", "vit", "bert", "dit", "hf llama", "hf gpt2", "hf mixtral", "hf phi3, fused",
+    "mixtral",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=ALIKE if name in LONG else ()) for name in CASES])

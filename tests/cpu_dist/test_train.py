@@ -71,7 +71,10 @@ def test_ten_steps_are_five_and_five_bit_for_bit_on_one_rank(tmp_path: Path) -> 
             {"mesh": Mesh(dp_replicate=2), "clip": None, "optimizer": "adamw-foreach"},
             marks=pytest.mark.slow(reason="replicas go on to the bit in test_train_faults.py"),
         ),
-        {"mesh": Mesh(pp=2), "pipeline": Pipeline(schedule="1f1b", cuts=("blocks.1",))},
+        pytest.param(
+            {"mesh": Mesh(pp=2), "pipeline": Pipeline(schedule="1f1b", cuts=("blocks.1",))},
+            marks=pytest.mark.slow(reason="stages go on to the bit in test_verify.py"),
+        ),
         pytest.param(
             {"mesh": Mesh(tp=2), "model": {**PLAN.model, "overrides": {**TINY, "dropout": 0.0}}},
             marks=pytest.mark.slow(reason="split weights are saved and loaded in test_checkpoint.py"),
@@ -103,6 +106,7 @@ def test_ranks_share_the_samples_of_one_process(ranks: Any, tmp_path: Path) -> N
     assert all(math.isclose(a, b, rel_tol=1e-4) for (_, a), (_, b) in pairs)
 
 
+@pytest.mark.slow(reason="two runs; one of another length goes on in test_train_faults.py")
 def test_a_finished_run_can_be_made_longer(tmp_path: Path) -> None:
     go(tmp_path / "a", schedule="constant", steps=14)
     go(tmp_path / "b", schedule="constant", warmup=2)

@@ -221,7 +221,7 @@ def test_a_last_checkpoint_that_cannot_be_saved_is_a_failure(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "harm", ["flip", *(pytest.param(one, marks=pytest.mark.slow(reason="found as a flipped bit is")) for one in ("cut", "delete")), "manifest"]
+    "harm", ["flip", *(pytest.param(one, marks=pytest.mark.slow(reason="found as a flipped bit is")) for one in ("cut", "delete", "manifest"))]
 )
 def test_a_damaged_checkpoint_is_found_and_the_one_before_is_used(tmp_path: Path, harm: str) -> None:
     go(tmp_path / "a")

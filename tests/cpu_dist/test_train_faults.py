@@ -197,6 +197,7 @@ def test_what_was_infinite_from_the_start_may_stay_so(tmp_path: Path, plan: Plan
 # ---------------------------------------------------------------- random numbers and the schedule
 
 
+@pytest.mark.slow(reason="three runs; those that draw from torch go on to the bit in test_train.py")
 def test_python_and_numpy_draw_the_same_again_and_in_a_resumed_run(tmp_path: Path, plan: Plan) -> None:
     go(tmp_path / "a", plan, **RUN, steps=6, eval_every=2)
     go(tmp_path / "b", plan, **RUN, steps=6)  # an evaluation draws too, and changes nothing
@@ -237,6 +238,7 @@ def signal_stop() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.slow(reason="a resumed run of another schedule; one of another length is above")
 def test_another_schedule_is_asked_for_and_told(tmp_path: Path, plan: Plan) -> None:
     go(tmp_path / "a", plan, **RUN, steps=4, schedule="cosine", schedule_steps=40)
     quiet = Quiet()
@@ -289,7 +291,8 @@ def test_a_logging_service_that_fails_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [pytest.param("raise", "KeyError: 'no such thing'", marks=pytest.mark.slow(reason="the command below tells it")),
-     ("shapes", "RuntimeError: mat1 and mat2 shapes cannot be multiplied"), ("exit", "SystemExit: 3")],
+     pytest.param("shapes", "RuntimeError: mat1 and mat2 shapes cannot be multiplied", marks=pytest.mark.slow(reason="another exception")),
+           ("exit", "SystemExit: 3")],
 )  # fmt: skip
 def test_what_the_model_raises_is_the_models_and_what_was_trained_is_saved(
     tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch, how: str, said: str
@@ -310,7 +313,7 @@ def test_what_the_model_raises_is_the_models_and_what_was_trained_is_saved(
     assert losses(tmp_path / "a") == losses(tmp_path / "good") and sums(tmp_path / "a", 6) == sums(tmp_path / "good", 6)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow(reason="the same code, called in the rank itself")), 2])
 def test_what_a_sample_raises_names_the_sample(
     tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:

@@ -114,6 +114,7 @@ def test_no_rank_and_no_worker_is_left_where_it_is_killed(tmp_path: Path) -> Non
     assert not [pid for pid in below if runs(pid)]
 
 
+@pytest.mark.slow(reason="ranks of a launcher are watched above, scripts that start others in test_script_ranks.py")
 @pytest.mark.parametrize("how", [pytest.param("fork", marks=pytest.mark.slow(reason="those that are spawned have more to be told")), "spawn"])
 def test_processes_that_a_script_starts_are_ranks_too(how: str, tmp_path: Path) -> None:
     """The second of those that are spawned says that memory ran out: `torch.multiprocessing` keeps that from everybody else."""

@@ -97,6 +97,19 @@ def quick_fitting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "fit_profile", fit)
 
 
+@pytest.fixture(name="bare_fit")
+def bare_fitting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profile with one kind of ops, which is written and read at once: for what only asks whose it is."""
+    shipped = find_profile(H200)
+    assert shipped is not None
+    ops = {"recurrent": shipped.ops["recurrent"]}
+
+    def fit(measured: Measured, device: Any, progress: Any = None) -> Profile:
+        return replace(measured.profile(ops=ops), figures=device.to_dict())
+
+    monkeypatch.setattr(shared, "fit_profile", fit)
+
+
 def put(folder: Path, name: str, content: bytes) -> Path:
     path = folder / f"{name}.foretell.json.gz"
     path.write_bytes(content)

@@ -120,3 +120,28 @@ def test_no_copy_in_the_dtype_of_the_adapter_is_larger_than_a_piece(monkeypatch:
     whole = largest()
     monkeypatch.setattr(functions, "PIECE_BYTES", PIECE)
     assert largest() <= PIECE < whole == 512 * 160 * 4
+
+
+def test_three_numbers_in_bf16_are_one_in_fp32() -> None:
+    """What a compiled adapter computes on units for bf16 is as exact as in fp32: against fp64."""
+    torch.manual_seed(0)
+    x = torch.cat([torch.randn(64, 33) * 10.0**power for power in (-20, -3, 0, 4, 20)])
+    parts = functions.parts_of(x)
+    assert parts.dtype == torch.bfloat16 and torch.equal(parts.float().view(-1, 3, 33).sum(1), x)
+    wide, narrow = torch.randn(50, 700).bfloat16(), torch.randn(700, 8)
+    exact = wide.double() @ narrow.double()
+    off = (functions.by_parts(wide, narrow) - exact).abs().max(), (wide.float() @ narrow - exact).abs().max()
+    assert off[0] <= 2 * off[1], off
+
+
+def test_gradients_by_parts_are_those_in_fp32() -> None:
+    torch.manual_seed(1)
+    x, gradient = torch.randn(2, 30, 48).bfloat16(), torch.randn(2, 30, 64).bfloat16().float()
+    a, b = torch.randn(4, 48), torch.randn(64, 4)
+    small = torch.nn.functional.linear(x.float(), a)
+    for scale in (0.5, 0.3):
+        ours = functions.of_parts(x, a, b, small, gradient, scale, True)
+        plain = functions.of_low_rank(x, a, b, small, gradient * scale, torch.float32, True)
+        for one, other in zip(ours, plain, strict=True):
+            assert one is not None and other is not None and one.dtype == other.dtype
+            torch.testing.assert_close(one, other, rtol=1e-2 if one.dtype == torch.bfloat16 else 2e-5, atol=1e-4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from foretell.options.adapters import adapters_of
 from foretell.plan import default, file, recipe
 from foretell.plan.facts import Facts
 from foretell.plan.legal import complaints
-from foretell.plan.types import Adapters, Mesh, Plan, Residency
+from foretell.plan.types import Adapters, Mesh, Pipeline, Plan, Residency
 from foretell.trace.recipe import Recipe, adapters_told
 from tests.kept_traces import with_traces
 
@@ -45,7 +46,11 @@ def test_a_recipe_is_what_the_plan_trains_and_back() -> None:
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"mesh": Mesh(tp=2)}, "adapters"), ({"mesh": Mesh(dp_shard=2, cp=2)}, "adapters"), ({"states": {"blocks.*": "host"}}, "adapters"),
+        ({"mesh": Mesh(tp=2)}, "base"), ({"mesh": Mesh(tp=2), "base": {}, "adapters": replace(OWN, kind="dora")}, "adapters"),
+        ({"mesh": Mesh(tp=2), "base": {}}, ""), ({"mesh": Mesh(tp=2), "base": {}, "compile": "blocks"}, "compile"),
+        ({"mesh": Mesh(dp_shard=2, cp=2)}, ""), ({"mesh": Mesh(dp_shard=2, ep=2)}, "adapters"),
+        ({"mesh": Mesh(pp=2), "pipeline": Pipeline(schedule="1f1b", cuts=("blocks.1",)), "accumulate": 2}, ""),
+        ({"states": {"blocks.*": "host"}}, "adapters"),
         ({"adapters": None}, "base['adapted']"), ({"base": {"qkv": "int3"}}, "base['qkv']"),
         ({"precision": "bf16", "mesh": Mesh(dp_shard=2)}, "adapters.train"), ({"mesh": Mesh(dp_shard=2)}, ""),
         ({"blocks": {"blocks.*": Residency(mode="host")}}, ""), ({"compile": "model"}, ""),
@@ -76,7 +81,10 @@ def test_options_say_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
             line = capsys.readouterr().err.strip()
             assert said in line and line.startswith("error: ") and "\n" not in line
     for words, said in (
-        (["--lora", "4", "--tp", "2"], "--tp 2 and adapters are asked for"), (["--may", "magic"], "'magic' is not known; try: known: adapters"),
+        (["--lora", "4", "--ep", "2"], "--ep 2 and adapters are asked for"),
+        (["--lora", "4", "--nf4", "--tp", "2"], "--tp 2 and a packed base are asked for"),
+        (["--lora", "4", "--adapter", "dora", "--tp", "2"], "--tp 2 and dora are asked for"),
+        (["--may", "magic"], "'magic' is not known; try: known: adapters"),
         (["--lora", "4", "--precision", "bf16-master"], "bf16-master does not go with adapters"),
     ):  # fmt: skip
         assert main(["plan", "gpt2", "--on", "H100:2", *words]) == 2

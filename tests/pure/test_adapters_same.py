@@ -16,6 +16,8 @@ from foretell.trace.recipe import ADAPTED, Adapters
 from tests.further import further
 
 STEPS, RANK, ALPHA = 20, 4, 12.0
+ALPHAS = (ALPHA, 2.0)
+"""Scales of 3, and of a half: a power of two is applied elsewhere."""
 FAMILIES = ("llama", "gpt2", "qwen2", "bert", "vit")
 KINDS = ("lora", "rslora", "dora")
 TARGETS = {
@@ -206,11 +208,12 @@ class Plain(nn.Module):
         return (base + ((share - 1) * less + share * update * scale)).to(base.dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", further([torch.float32, torch.bfloat16], [torch.float32], "the same formulas with fewer digits"))
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("name", ["gpt2", "qwen2"])
-def test_outputs_gradients_and_updates_are_those_of_the_plain_formulas(name: str, kind: str, dtype: torch.dtype) -> None:
-    adapters = Adapters(kind=kind, rank=RANK, alpha=ALPHA, targets=TARGETS[name])
+def test_outputs_gradients_and_updates_are_those_of_the_plain_formulas(name: str, alpha: float, kind: str, dtype: torch.dtype) -> None:
+    adapters = Adapters(kind=kind, rank=RANK, alpha=alpha, targets=TARGETS[name])
     model, plain, batch = both(name, adapters, dtype)
     for path, layer in layers_of(model).items():
         where, _, last = path.rpartition(".")

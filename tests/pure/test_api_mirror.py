@@ -175,6 +175,7 @@ def test_text_is_read_as_on_the_command_line(capsys: pytest.CaptureFixture[str])
     assert found.run is not None and found.run == foretell.fit("gpt2", hardware="H100", tokens=1e9, **SMALL).run
 
 
+@pytest.mark.slow(reason="two searches of batches; a plan is compared with that of the command below")
 def test_the_largest_micro_batch_of_the_api_is_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     given = {**SMALL, "overrides": {**SMALL["overrides"], "vocab_size": 16384}, "seq": 512}
     found = foretell.fit("gpt2", hardware="H100,memory=3GiB", micro_batch="max", **given)
@@ -202,6 +203,7 @@ def test_a_plan_is_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "gpt2 on H100:2" in repr(found) and "<table>" in found._repr_html_() and "step" in found._repr_html_()
 
 
+@pytest.mark.slow(reason="a search without an answer; test_api.py asks for too much too, and plans are compared above")
 def test_no_plan_is_an_answer_that_says_what_uses_the_memory() -> None:
     found = foretell.plan(
         "gpt2", hardware="H100,memory=1GiB", micro_batch=64, precision="fp32", host=1, overrides={"layers": 2}, seq=512, compile="none"

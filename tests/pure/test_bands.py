@@ -75,6 +75,7 @@ def test_the_interval_score_is_width_and_ten_times_a_miss_on_either_side(calibra
     assert calibration.interval_score(-0.2, (-0.1, 0.2)) == pytest.approx(0.3 + 20 * 0.1)
 
 
+@pytest.mark.slow(reason="all stored rows counted anew; what makes bands wide or held is tested beside it")
 def test_what_is_shipped_is_what_the_stored_rows_give(calibration: Any) -> None:
     stored = json.loads(bands.FILE.read_text(encoding="utf-8"))
     again = calibration.shipped(calibration.every_row())

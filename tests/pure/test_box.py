@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from foretell.hardware import parse
 from foretell.plan import file
 from foretell.plan.recipe import model_of
@@ -59,6 +61,7 @@ def test_a_model_that_cannot_be_built_is_told(tmp_path: Path) -> None:
     assert "llama-tinny" in wrong(tmp_path, gone)
 
 
+@pytest.mark.slow(reason="the answer of `fit`, which says it in test_api.py")
 def test_a_plan_that_does_not_fit_says_what_uses_the_memory(tmp_path: Path) -> None:
     wide = model_of(replace(LLAMA, overrides={**TEXT, "ffn": 8192}))
     plan = replace(PLAN, model=wide, hardware="cpu", mesh=Mesh(), micro_batch=1_000_000)
@@ -75,6 +78,7 @@ def test_a_box_from_a_run_takes_no_option_that_keeps_something(tmp_path: Path) -
 # ---------------------------------------------------------------- answers
 
 
+@pytest.mark.slow(reason="a box and a run beside each other; one rank is compared below")
 def test_a_run_in_a_box_as_json(tmp_path: Path) -> None:
     file.write(PLAN, tmp_path / "plan.json")
     done = forks.run("run", str(tmp_path / "plan.json"), "--box", "--steps", "2", "--json", env=environment())

@@ -125,6 +125,7 @@ def test_a_path_counts_from_the_folder_it_was_asked_in(cache_dir: Path, tmp_path
     assert keys[0] != keys[2] and keys[1] == keys[3]
 
 
+@pytest.mark.slow(reason="three traces of a file; entries that are damaged or replaced are not read below")
 def test_a_config_that_changes_is_read_again(cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
@@ -152,7 +153,7 @@ def test_what_the_reader_refuses_is_dropped_and_what_is_a_bug_is_not_hidden(cach
         cache.read("answers", "k", refuse)
 
 
-@pytest.mark.parametrize("kind", ["answers", "traces"])
+@pytest.mark.parametrize("kind", [pytest.param("answers", marks=pytest.mark.slow(reason="a few fields, where traces have many")), "traces"])
 def test_a_mutated_entry_does_not_answer(kind: str, kept: Path, traced: list[int], capsys: pytest.CaptureFixture[str]) -> None:
     """The step of −10.0 ms, and the empty list of files that was exit 70 until it was deleted by hand."""
     good = api.fit("gpt-tiny", hardware="H100")
@@ -176,7 +177,7 @@ WRONG: tuple[Any, ...] = (None, "x", -1, [], {}, [1], {"a": []}, 1e400, True)
 
 
 @pytest.mark.parametrize("third", [0, *(pytest.param(n, marks=pytest.mark.slow(reason="other fields, read by the same code")) for n in (1, 2))])
-@pytest.mark.parametrize("kind", ["answers", "traces"])
+@pytest.mark.parametrize("kind", [pytest.param("answers", marks=pytest.mark.slow(reason="a few fields, where traces have many")), "traces"])
 def test_wrong_types_under_a_right_checksum_are_a_miss(kind: str, third: int, kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = entry(kept, kind)
     good, before = content(path), path.read_bytes()

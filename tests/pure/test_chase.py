@@ -85,6 +85,7 @@ def test_journal_and_profile_keep_them_and_older_ones_lack_them(tmp_path: Path) 
     assert dtype_rates(found.rates)["bfloat16"] == pytest.approx(2 * 8192**3 / 1.5e-3)
 
 
+@pytest.mark.slow(reason="a whole file written and read; journals and profiles are above, files in test_share.py")
 def test_a_shared_file_has_them_where_they_were_measured() -> None:
     content = HUB.read_bytes()
     old = file.read(content, "hub")

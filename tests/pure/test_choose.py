@@ -117,6 +117,7 @@ def test_where_nothing_fits_the_answer_says_who_holds_the_bytes() -> None:
     assert climbed(choice, "gpt-tiny", "H100", "plan.json")[0].startswith(f"No plan for gpt-tiny on H100: {choice.reasons[0].count} do not fit (")
 
 
+@pytest.mark.slow(reason="a second search; test_find.py recomputes only as far as memory asks too")
 def test_recomputing_is_tried_only_where_keeping_does_not_fit() -> None:
     """Room for the smallest micro-batch alone; recomputing lets larger ones in."""
     roomy = on_one()
@@ -203,6 +204,7 @@ def test_a_cpu_prefers_the_larger_micro_batch_among_alike() -> None:
     assert best is not None and best.plan.micro_batch == 8
 
 
+@pytest.mark.slow(reason="a search beside every choice; that the best is the fastest is shown above")
 def test_what_a_search_finds_is_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(question, "Traces", Here)
     choice = chooser.choose(Source(model="gpt-tiny"), parse("H200"), "H200", SearchConstraints(global_batch=8), options=OPTIONS)

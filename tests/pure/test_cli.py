@@ -23,6 +23,7 @@ from foretell.errors import UserError
 from foretell.hardware.profile import Profile, save
 from foretell.options import words as option_words
 from foretell.report import schema
+from tests.further import one_in
 from tests.pure import warm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -186,7 +187,7 @@ def test_bad_input_is_one_line_on_stderr_and_exit_2(case: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("case", one_in(4, BAD, "the same error, which is told on stderr above"))
 def test_bad_input_with_json_is_one_object_on_stdout(case: str) -> None:
     words, kind, told = BAD[case]
     done = run(*words, "--json")
@@ -550,6 +551,7 @@ def test_a_check_tells_both_numbers(ok: bool, seconds: tuple[float | None, float
     assert found["prediction"]["verdict"] == "fits"
 
 
+@pytest.mark.slow(reason="shells complete in test_complete.py")
 def test_completion_is_offered_and_completes_commands_and_options() -> None:
     for shell, around, wanted in (
         ("complete_bash", {"COMP_WORDS": "foretell f", "COMP_CWORD": "1"}, "fit"),

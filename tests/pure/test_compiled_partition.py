@@ -93,6 +93,7 @@ def theirs(name: str) -> Kept:
     return Counter((math.prod(value.shape), str(value.dtype).removeprefix("torch.")) for value in kept)
 
 
+@pytest.mark.slow(reason="compiled by torch itself; what an H200 kept is compared in test_compiled_recorded.py")
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_tensors_are_kept_as_by_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = ours(name)

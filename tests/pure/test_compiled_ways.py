@@ -24,7 +24,7 @@ def step(model: str, way: str) -> Trace:
     return compiled(traced(model), way)
 
 
-RUN = [(model, WAYS[number % 2]) for number, model in enumerate(SOME, 1)]
+RUN = [(model, WAYS[number % 2]) for number, model in enumerate(SOME, 1) if model not in ("t5-tiny", "unet-tiny")]
 OTHER_WAY = pytest.mark.slow(reason="compiled the other way, or whole in test_compiled.py, in `make test`, and others this way")
 
 
@@ -70,6 +70,7 @@ MEASURED = {
 """MiB on an H200, torch 2.11: allocated with compiled blocks; allocated and reserved with CUDA graphs."""
 
 
+@pytest.mark.slow(reason="whole models are held against an H200 in test_compiled.py")
 @pytest.mark.parametrize("row", [pytest.param(row, id=row[0], marks=() if row[0] == "gpt2" else ALIKE) for row in MEASURED])
 def test_bytes_are_those_an_h200_measured(row: tuple[str, int, int | None]) -> None:
     cluster = parse("H200")

@@ -41,6 +41,7 @@ while IFS= read -r line; do
 done"""
 
 
+@pytest.mark.slow(reason="a process for each of ten lines; two other shells complete the same below")
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_bash_completes_commands_options_models_and_devices(tmp_path: Path) -> None:
     (tmp_path / "mine.py").touch()

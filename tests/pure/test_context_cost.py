@@ -49,6 +49,7 @@ def test_every_byte_and_message_of_shared_positions(name: str, mesh: Mesh, more:
     agrees(seen, sharded(repeated(shared(build, asked), asked.accumulate), asked))
 
 
+@pytest.mark.slow(reason="pipelines and shared positions are each compared elsewhere; ranks run both in test_context.py")
 def test_shared_positions_in_a_pipeline() -> None:
     build = workload("llama-tiny", layers=2)
     asked = plan("llama-tiny", mesh=Mesh(pp=2, cp=2), accumulate=4, precision="fp32")
@@ -68,6 +69,7 @@ def test_the_work_of_all_ranks_is_that_of_one_device() -> None:
     assert all_ranks(alone, 4) == 4
 
 
+@pytest.mark.slow(reason="two traces of long samples; bytes of shared positions are compared above")
 def test_longer_samples_fit_where_their_positions_are_shared() -> None:
     """Keys and values go over the axis in every block; activations shrink with the number of ranks."""
     found = {}

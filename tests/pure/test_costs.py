@@ -44,6 +44,7 @@ def same(one: SearchResult, other: SearchResult) -> bool:
     ]
 
 
+@pytest.mark.slow(reason="two searches; a question asked again costs none below")
 def test_a_search_with_kept_costs_answers_as_one_without(empty: Path) -> None:
     fresh = search(cache=False)
     assert not entries(empty)
@@ -83,6 +84,7 @@ def test_a_plan_costs_as_much_read_as_found(name: str, empty: Path) -> None:
     assert back.cost(cost.plan).predicted() == cost.predicted()
 
 
+@pytest.mark.slow(reason="two more searches; a question asked again is above, and entries of other devices are below")
 def test_other_questions_add_to_an_entry(empty: Path) -> None:
     search()
     (entry,) = entries(empty)

@@ -24,8 +24,10 @@ GOLDEN = sorted((Path(__file__).parents[1] / "data" / "oplists").glob("*.json.gz
 LONG = {
     "convnext-bf16-autocast", "convnext-fp32", "dit-bf16-autocast", "dit-fp32", "gpt2-bf16-autocast-2-1.0", "raftmlp-bf16-autocast",
     "raftmlp-fp32", "ssm-bf16-autocast", "t5-fp32", "tnt-bf16-autocast", "tnt-fp32",
+    "gpt2-bf16-autocast-adamw",
     "gpt2-bf16-autocast-adamw-loop", "gpt2-bf16-autocast-momentum", "gpt2-bf16-autocast-sgd", "graphsage-bf16-autocast", "vit-bf16-autocast",
-    "scaling_mlp-bf16-autocast", "t5-bf16-autocast", "bert-fp32", "gpt2drop-fp32", "scaling_mlp-fp32", "unet-fp32", "vit-fp32",
+    "resnet-bf16-autocast", "scaling_mlp-bf16-autocast", "t5-bf16-autocast", "bert-fp32", "gpt2drop-fp32", "scaling_mlp-fp32", "unet-fp32",
+    "vit-fp32",
 }  # fmt: skip
 """Thousands of ops each, or the same model in bf16 beside it; what CUDA chooses for them is chosen in a shorter recording too,
 but for `ssm`'s scan. fp32 is `gpt2` and `resnet`."""

@@ -56,7 +56,10 @@ def watched(own: np.ndarray, roles: list[str] | None = None) -> list[findings.Ra
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4, 16])
+MANY = pytest.mark.slow(reason="many ranks, as few ones")
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=MANY), pytest.param(16, marks=MANY)])
 def test_a_rank_that_is_a_fifth_slower_is_named_within_100_steps_and_nobody_else(world: int) -> None:
     for seed in range(10):
         own = noisy(world, 500, seed)
@@ -67,7 +70,7 @@ def test_a_rank_that_is_a_fifth_slower_is_named_within_100_steps_and_nobody_else
         assert 0.12 < found.cost < 0.28 and f"rank {rank}: it works " in found.text
 
 
-@pytest.mark.parametrize("world", [2, 4, 16])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=MANY), pytest.param(16, marks=MANY)])
 def test_a_rank_that_is_slow_now_and_then_is_named_within_500_steps(world: int) -> None:
     """Medians show nothing of it."""
     for seed in range(10):

@@ -229,6 +229,7 @@ def test_a_copy_that_imports_the_tree_is_refused(repo: Repo, asked: Asked) -> No
     assert status == 2 and model["head_problem"].endswith("imported from the working tree: parts/sizes.py")
 
 
+@pytest.mark.slow(reason="two more checkouts; the working tree on the import path is above")
 def test_a_package_that_is_installed_as_a_link_is_each_revision_s_own(
     repo: Repo, asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,6 +278,7 @@ def test_new_and_removed_models(repo: Repo, asked: Asked) -> None:
     assert status == 2 and "in both revisions" in found["error"]["message"]
 
 
+@pytest.mark.slow(reason="waits for a time limit; code that loops is ended in test_trace_child.py")
 def test_code_that_raises_or_loops(repo: Repo, asked: Asked, capfd: pytest.CaptureFixture[str]) -> None:
     repo.write("mine.py", MODEL.replace("return nn.Sequential(", "raise ValueError('no such width')\n    return nn.Sequential("))
     raises = repo.commit()
@@ -389,6 +391,7 @@ on = ["H100", "A100"]
 """
 
 
+@pytest.mark.slow(reason="asks in a file what the tests above ask one by one; wrong files are told below")
 def test_a_file_asks_for_all(repo: Repo, asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     repo.write("foretell-diff.toml", FILE)
     repo.commit(1024)

@@ -238,6 +238,10 @@ QUESTIONS = "docs/questions.md"
 TO_WRITE = [page for page, text in TEXTS.items()
             if any(not one.mark and (one.language == "python" or examples(one)) for one in blocks(page, text))]  # fmt: skip
 TO_RUN = [page for page in TO_WRITE if page != QUESTIONS]
+LONG = {
+    "docs/advise.md": "a minute of searches; advice is compared with predictions in test_faster.py and test_remedies.py",
+    "docs/examples.md": "minutes of examples; what each prints of a prediction is on the pages that run",
+}
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +249,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return with_traces(tmp_path_factory.mktemp("cache"))
 
 
-@pytest.mark.parametrize("page", TO_RUN)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow(reason=LONG[page])] if page in LONG else []) for page in TO_RUN]
+)
 def test_examples_print_what_the_page_shows(page: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in wanted(cache).items():
         monkeypatch.setenv(name, value)

@@ -50,11 +50,14 @@ def sent(found: Any) -> dict[tuple[str, int], int]:
     return {key: times for key, times in total.items() if key != ("all_reduce", 8)}
 
 
+ALIKE = pytest.mark.slow(reason="more micro-batches, which are accumulated in test_expert.py too")
+
+
 @pytest.mark.parametrize(
     ("mesh", "more"),
     [
         (Mesh(dp_shard=2, ep=2), {"precision": "fp32"}),
-        (Mesh(dp_shard=4, ep=2), {"accumulate": 2}),
+        pytest.param(Mesh(dp_shard=4, ep=2), {"accumulate": 2}, marks=ALIKE),
         (Mesh(dp_shard=4, ep=2, dp_replicate=2), {}),
         pytest.param(Mesh(dp_shard=8, ep=2), {}, marks=pytest.mark.slow(reason="as many experts on fewer ranks are above")),
     ],
@@ -71,6 +74,7 @@ def test_every_byte_and_message_of_spread_experts(mesh: Mesh, more: dict[str, An
     assert any(kind == "all_to_all" for kind, _ in sent(seen.messages))
 
 
+@pytest.mark.slow(reason="a longer trace; test_share_search.py recomputes blocks of experts too")
 def test_blocks_computed_again_are_followed_a_little_too_carefully() -> None:
     """Between the second forward of the experts and their backward, more is counted as held than is: 6 to 7 % of this
     model's bytes. Messages are the same."""

@@ -112,6 +112,7 @@ def told(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, dic
     return status, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow(reason="every change predicted twice; test_remedies.py asks a drawn one again")
 def test_every_change_keeps_its_promise_when_asked_again(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["gpt2", "--on", "H200", "--set", "layers=1", "--set", "dim=128", "--set", "heads=2", "--micro-batch", "2", "--seq", "64",
              "--optimizer", "adamw"]  # fmt: skip

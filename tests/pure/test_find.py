@@ -99,6 +99,7 @@ def test_every_point_of_the_front_is_a_plan_and_none_is_worse_in_everything() ->
         assert one is found.best or not any(all(a <= b for a, b in zip(other, mine, strict=True)) and other != mine for other in others)
 
 
+@pytest.mark.slow(reason="four searches; objectives are compared in test_front.py, degrees in test_space.py")
 def test_fixed_degrees_and_other_objectives() -> None:
     piped = search("H100:4", global_batch=32, fixed={"pp": 2}, micro_batch=4, exact=False)
     assert piped.best is not None and piped.best.plan.mesh.pp == 2 and piped.best.plan.pipeline is not None
@@ -138,6 +139,7 @@ def test_what_does_not_fit_says_what_would() -> None:
     assert found.infeasible is not None and found.infeasible.holders
 
 
+@pytest.mark.slow(reason="a second search where nothing fits")
 def test_what_would_fit_by_a_quick_look_alone_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Costed to the end nothing else fits either: no change is named, and how many were tried is."""
     monkeypatch.setattr(Finder, "_finalists", lambda self, explored: ([], []))
@@ -146,11 +148,13 @@ def test_what_would_fit_by_a_quick_look_alone_is_not_told(monkeypatch: pytest.Mo
     assert f"nothing tried here fits: {found.tried} ways tried" in found.needs
 
 
+@pytest.mark.slow(reason="a search without an answer; limits are kept in test_front.py, and what does not fit is told above")
 def test_limits_of_a_run_that_nothing_keeps() -> None:
     found = search("H100", global_batch=2, micro_batch=2, tokens=1e12, deadline_seconds=60.0, exact=False)
     assert found.best is None and "more than allowed" in found.unmet and "a later --deadline" in found.needs
 
 
+@pytest.mark.slow(reason="three searches; that what is said to help does is shown in test_spill.py")
 def test_what_if_is_searched_not_guessed() -> None:
     found = search("H100:2", global_batch=8, micro_batch=2, what_if=True, exact=False)
     rows = {row.change: row for row in found.what_if}
@@ -187,6 +191,7 @@ def test_patience_ends_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "seconds were over" in found.stopped
 
 
+@pytest.mark.slow(reason="a search from an empty cache; plans found by others are costed op by op above")
 def test_a_plan_that_does_not_fit_op_by_op_is_dropped(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = costing.predict_plan
     refused: list[Plan] = []

@@ -162,7 +162,7 @@ def op_lists(draw: st.DrawFn) -> list[Op]:
 
 
 @given(op_lists(), st.lists(numbers), st.lists(st.tuples(numbers, st.sampled_from(PATHS), st.booleans()), max_size=40))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_made_up_ops_come_back(ops: list[Op], resident: list[int], memory: list[tuple[int, str, bool]]) -> None:
     made_up_comes_back(ops, resident, memory)
 
@@ -193,7 +193,7 @@ def signs_and_slots(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, ...]]]:
 
 
 @given(signs_and_slots())
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_runs_are_disjoint_worth_it_and_affine(items: tuple[list[int], list[tuple[int, ...]]]) -> None:
     signs, slots = items
     done = 0

@@ -34,14 +34,22 @@ from tests.pure.on_cpu import compare_on_cpu
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SEED = "tests"
-MODELS = 18
-"""Of one test."""
+FEW, MODELS = 3, 18
+"""In `make test`, and of one slow test."""
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(MODELS, marks=pytest.mark.slow(reason="as many more models of the seed"))])
+@pytest.mark.parametrize("index", range(FEW))
+def test_a_model_of_a_seed_traces_needs_what_is_predicted_and_composes(index: int, tmp_path: Path) -> None:
+    model, run, _ = check.drawn(SEED, index, 7, tmp_path)
+    found = check.judged(model, tmp_path, run=run)
+    assert found.failure is None and found.traced and found.composed and abs(found.error) <= check.WITHIN
+
+
+@pytest.mark.slow(reason="many more models of the seed")
+@pytest.mark.parametrize("first", [0, MODELS])
 def test_models_of_a_seed_trace_need_what_is_predicted_and_compose(first: int, tmp_path: Path) -> None:
     found = []
     for index in range(first, first + MODELS):
@@ -200,10 +208,10 @@ def test_a_campaign_outlives_a_process_that_dies(tmp_path: Path) -> None:
 
 
 def test_the_command_tells_the_whole_and_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fuzz", "--n", "2", "--seed", SEED, "--ops", "5", "--out", str(tmp_path / "out"), "--json"]) == 0
+    assert main(["fuzz", "--n", "1", "--seed", SEED, "--ops", "5", "--out", str(tmp_path / "out"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["fuzz"]
-    assert (told["models"], told["traced"], told["composed"], told["failures"]) == (2, 2, 2, 0)
-    assert len((tmp_path / "out" / "rows.jsonl").read_text().splitlines()) == 2
+    assert (told["models"], told["traced"], told["composed"], told["failures"]) == (1, 1, 1, 0)
+    assert len((tmp_path / "out" / "rows.jsonl").read_text().splitlines()) == 1
     for words in (["--n", "0"], ["--ops", "0"], ["--seed", "a/b"]):
         assert main(["fuzz", *words]) == 2
         assert "try:" in capsys.readouterr().err

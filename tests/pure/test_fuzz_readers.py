@@ -54,7 +54,7 @@ from tests.pure.checkpoint_cases import save, saved_in, some_tensors
 
 CASES = int(os.environ.get("FORETELL_FUZZ_CASES", "0"))
 SEED = os.environ.get("FORETELL_FUZZ_SEED", "0")
-USUAL, USUAL_COSTLY = 5, 1
+USUAL, USUAL_COSTLY = 3, 1
 """Spoiled files for each reader in `make test`; fewer where a step is predicted of each. Slow are as many more."""
 LIMIT_SECONDS = 60.0
 """After which a case hangs; generous, since other work may run beside it."""
@@ -342,7 +342,7 @@ READERS += forged_readers() if CASES else ()
 
 FURTHER = {
     **dict.fromkeys(("torchtitan", "deepspeed"), "the same file is read whole below; accelerate's is costed too"),
-    **dict.fromkeys(("fit --on groups.toml", "fit --on unlike.json"), "`hardware` reads the same file; `fit` reads others"),
+    **dict.fromkeys(("fit --on groups.toml", "fit --on unlike.json", "fit --on toml.toml"), "`hardware` reads the same file; `fit` reads others"),
     **dict.fromkeys(("accuracy",), "`fit` reads the same profile"),
 }
 """Readers that cost a step for what another reads too."""

@@ -237,6 +237,7 @@ def test_a_loss_stands_in_for_what_depends_on_a_weight() -> None:
         hub.own_loss({"places": torch.zeros(2)}, {})
 
 
+@pytest.mark.slow(reason="a long trace; a Fourier transform is asked again in fp32 below")
 @pytest.mark.filterwarnings("ignore")
 def test_two_dtypes_of_one_op_under_autocast_are_asked_again_in_fp32(sweep: Any, tmp_path: Path) -> None:
     assert "error" not in sweep.shrunken("bigbird_pegasus", tmp_path)
@@ -252,7 +253,10 @@ def test_a_fourier_transform_is_asked_again_in_fp32(sweep: Any, tmp_path: Path) 
     assert row["exit"] == 0 and row["precision"] == "fp32"
 
 
-@pytest.mark.parametrize(("model", "shape"), [("wav2vec2-bert", (2, 40, 160)), ("univnet", (2, 40, 100))])
+LONGER = pytest.mark.slow(reason="another model of sound")
+
+
+@pytest.mark.parametrize(("model", "shape"), [("wav2vec2-bert", (2, 40, 160)), pytest.param("univnet", (2, 40, 100), marks=LONGER)])
 def test_a_length_that_is_asked_for_is_that_of_the_sound(model: str, shape: tuple[int, ...]) -> None:
     """Models of sound alone: `--seq` is how many frames they hear, whatever else their config counts."""
     overrides = {"num_hidden_layers": 1, "vocab_size": 32} if model == "wav2vec2-bert" else {}

@@ -106,12 +106,15 @@ def ended(rank: str, ways: str) -> RunEnded:
 # ---------------------------------------------------------------- who hangs
 
 
+GIL = pytest.mark.slow(reason="another way to stand still; one that computes and answers is waited for below")
+
+
 @pytest.mark.parametrize(
     ("ways", "culprit"),
     [
         pytest.param("waits,stops", 1, marks=pytest.mark.slow(reason="the other rank is stopped below")), ("stops,waits", 0),
         pytest.param("waits,sleeps,waits", 1, marks=pytest.mark.slow(reason="one of two that sleeps is named in test_hangs.py")),
-        ("holds the GIL,waits", 0),
+        pytest.param("holds the GIL,waits", 0, marks=GIL),
     ],
 )  # fmt: skip
 def test_a_rank_that_is_stopped_or_asleep_is_named_and_all_are_ended(rank: str, ways: str, culprit: int) -> None:

@@ -77,6 +77,7 @@ def test_nobody_gets_all_of_it_while_a_step_is_recorded(traces: dict[str, Any]) 
     assert traces["refused"]
 
 
+@pytest.mark.slow(reason="a second process with all of torch._dynamo; who asks for more of it gets it above")
 def test_a_model_that_needs_more_is_traced_once_more_with_all_of_it(traces: dict[str, Any]) -> None:
     found = told(_NEEDS_MORE)
     assert found["whole"] and found["after"] == traces["light"]

@@ -114,7 +114,7 @@ FIRST = [next(name for name in SMALL if zoo.get(name).domain == domain) for doma
 OTHERS = pytest.mark.slow(reason="some are loaded; the zoo's own tests run a step of each of the others")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FIRST[::3] else OTHERS) for name in SMALL])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FIRST[::6] else OTHERS) for name in SMALL])
 def test_small_zoo_models_load_fake_and_give_a_loss(name: str) -> None:
     """The loss of a few: that of every model is taken where the zoo's own tests run a step of it."""
     with FakeTensorMode():

@@ -107,6 +107,7 @@ def test_several_kinds_of_hardware_are_rows_of_one_table(capsys: pytest.CaptureF
     assert main(["fit", *words, "--on", "T4,H200", "--objective", "luck"]) == 2
 
 
+@pytest.mark.slow(reason="two searches; several kinds of hardware are rows of one table above")
 def test_plans_of_several_kinds_of_hardware_are_rows_too(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["plan", "gpt-tiny", "--global-batch", "8", "--micro-batch", "4", "--tokens", "1M", "--objective", "cost"]

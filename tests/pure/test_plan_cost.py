@@ -290,7 +290,7 @@ ABOVE = {"zero-bubble": 0.06, "zero-bubble-v": 0.02}
 """Where backward comes in two halves: some tensors are taken to live until the second half that die in the first."""
 
 
-LOOPS = pytest.mark.slow(reason="this mesh is there with another schedule; zero-bubble-v has loops and split backwards, and orders are torch's")
+LOOPS = pytest.mark.slow(reason="stages of other meshes or schedules are compared here, and orders are torch's")
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ LOOPS = pytest.mark.slow(reason="this mesh is there with another schedule; zero-
         pytest.param(mesh, more, schedule, id=f"{name}-{schedule}", marks=LOOPS if schedule in slow else ())
         for name, mesh, more, slow in (
             ("pp", Mesh(pp=2), {"precision": "fp32"}, ("1f1b", "interleaved-1f1b", "zero-bubble", "zero-bubble-v")),
-            ("shards", Mesh(pp=2, dp_shard=4), {"reshard": False}, ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")),
+            ("shards", Mesh(pp=2, dp_shard=4), {"reshard": False}, ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zero-bubble-v")),
             (
                 "replicas", Mesh(pp=2, dp_replicate=2, dp_shard=2), {"reshard": False, "precision": "fp32"},
                 ("gpipe", "interleaved-1f1b", "zero-bubble", "zero-bubble-v"),
@@ -315,9 +315,8 @@ def test_every_byte_and_message_of_every_rank_of_a_pipeline(schedule: str, mesh:
         agrees(dry.run(build, asked, rank_at(mesh, pp=rank.rank)), rank.trace, above=ABOVE.get(schedule, 0.0))
 
 
-@pytest.mark.parametrize(
-    "schedule", ["1f1b", pytest.param("interleaved-1f1b", marks=pytest.mark.slow(reason="a loop that keeps its parameters is above"))]
-)
+@pytest.mark.slow(reason="parameters are given back in every test of shards above, and pipelines are followed")
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b"])
 def test_parameters_given_back_between_the_micro_batches_of_a_pipeline(schedule: str) -> None:
     """A loop with two stages a rank comes out 9 KB of 15 MB too high."""
     build = workload("llama-tiny", **(FEW["llama-tiny"] if schedule == "1f1b" else {}))
@@ -327,6 +326,7 @@ def test_parameters_given_back_between_the_micro_batches_of_a_pipeline(schedule:
         agrees(dry.run(build, asked, rank_at(asked.mesh, pp=rank.rank)), rank.trace, above=above)
 
 
+@pytest.mark.slow(reason="even stages are compared above; ranks run uneven ones in test_equivalence.py")
 def test_uneven_stages_and_a_stage_in_the_middle() -> None:
     build = workload("gpt-tiny", layers=4)
     asked = plan(mesh=Mesh(pp=3), accumulate=4, precision="fp32")
@@ -382,12 +382,15 @@ def split(build: Callable[[], Workload], asked: Plan) -> types.Trace:
     return found
 
 
+WHOLE = pytest.mark.slow(reason="a sequence left whole; one that is split is compared here")
+
+
 @pytest.mark.parametrize(
     ("name", "mesh", "more"),
     [
         pytest.param("gpt-tiny", Mesh(tp=2), {"precision": "fp32"}, marks=pytest.mark.slow(reason="with shards below")),
         pytest.param("llama-tiny", Mesh(tp=4), {"precision": "bf16"}, marks=pytest.mark.slow(reason="four ranks as two")),
-        ("gpt-tiny", Mesh(tp=2), {"precision": "fp32", "split": Split(sequence=False, loss=False)}),
+        pytest.param("gpt-tiny", Mesh(tp=2), {"precision": "fp32", "split": Split(sequence=False, loss=False)}, marks=WHOLE),
         ("gpt-tiny", Mesh(tp=2, dp_shard=2), {}),
         pytest.param("llama-tiny", Mesh(tp=2, dp_shard=2, dp_replicate=2), {"accumulate": 2}, marks=pytest.mark.slow(reason="shards are above")),
     ],
@@ -397,6 +400,7 @@ def test_every_byte_and_message_of_a_split_model(name: str, mesh: Mesh, more: di
     agrees(dry.run(build, asked), sharded(repeated(split(build, asked), asked.accumulate), asked))
 
 
+@pytest.mark.slow(reason="split models and pipelines are each compared above; ranks run both together in test_equivalence.py")
 def test_a_split_model_in_a_pipeline() -> None:
     """Activations that are whole between blocks cross as they are: every byte and message."""
     build = workload("llama-tiny", **FEW["llama-tiny"])

@@ -246,6 +246,7 @@ def test_any_beginning_has_every_family_in_proportion(kind: str) -> None:
     assert not (kind == "cpu" and cases.CUDA_ONLY & set(whole))
 
 
+@pytest.mark.slow(reason="shapes of all shipped rows drawn anew; beginnings of what is drawn are looked at above")
 def test_cases_of_a_large_gpu_are_those_that_were_shipped() -> None:
     """Drawing is held fixed: the shapes of the shipped rows come out again."""
 
@@ -268,6 +269,7 @@ def test_cases_of_a_large_gpu_are_those_that_were_shipped() -> None:
     assert compared > 1200
 
 
+@pytest.mark.slow(reason="fifty cases are measured; test_demo.py runs the demo with what such cases say")
 def test_cases_of_a_cpu_have_the_ops_and_sizes_of_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every op of a step of gpt-tiny has been timed by a few cases, on larger and on smaller tensors; in fp32, as the demo is."""
     monkeypatch.setattr(cases, "MOSTLY_FP32", (torch.float32,) * len(cases.MOSTLY_FP32))
@@ -372,6 +374,7 @@ def test_the_model_of_the_demo_is_no_reference_on_a_cpu() -> None:
     assert len(set(every)) == len(every) >= 40
 
 
+@pytest.mark.slow(reason="a probe of its own; what a killed one lacks is told above")
 def test_stages_that_are_left_out_are_told(tmp_path: Path) -> None:
     """No time at all: what cannot be measured is missing, and the journal is whole."""
     found = run.probe("cpu", "quick", journal=tmp_path / "j.rows.jsonl", seconds=1e-9)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,20 @@ WIDTH = 100
 Numbers = dict[str, dict[str, str]]
 
 
+EXAMPLES = {
+    one.command.removeprefix("foretell "): one
+    for block in docs.blocks(PAGE, docs.TEXTS[PAGE]) if block.language in docs.SHOWN and not block.mark for one in docs.examples(block)
+}  # fmt: skip
+LONG = (
+    "fit llama3-8b --on RTX4090", "fit resnet50 --on T4", "fit gpt2 --on T4", "plan llama3-70b", "plan gpt2 ", "plan advise gpt2",
+)  # fmt: skip
+"""How commands begin that search, or trace step after step."""
+SEARCHED = pytest.mark.slow(reason="many steps are traced or plans costed; screens of one prediction, and searches of smaller models, are looked at")
+
+
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[str]]]:
-    """Every command of the page → what it prints. One cache serves all, and the questions of the tests below."""
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], list[str]]]:
+    """What a command of the page prints, compared with the page. One cache serves all, and the questions of the tests below."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("questions")
         for name, value in docs.wanted(with_traces(folder / "cache")).items():
@@ -33,21 +46,29 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[s
         (folder / "here").mkdir()
         patch.chdir(folder / "here")
         patch.syspath_prepend(folder / "here")
-        found = {}
-        for _, one, output in docs.played(PAGE, docs.TEXTS[PAGE]):
+        for block in docs.blocks(PAGE, docs.TEXTS[PAGE]):
+            if block.mark == "file":
+                sys.modules.pop(Path(block.said).stem, None)  # another page's, if it has one
+                Path(block.said).write_text("\n".join(block.lines) + "\n")
+
+        @functools.cache
+        def play(command: str) -> list[str]:
+            one = EXAMPLES[command]
+            output = docs.printed(one.command)
             shown = "\n".join(docs._trimmed(one.output))
             assert docs.matches(output, one.output), f"{PAGE}:{one.start}: `make docs` would mend it\n--- shown\n{shown}\n" + "\n".join(output)
-            found[one.command.removeprefix("foretell ")] = output
-        yield found
+            return output
+
+        yield play
 
 
 @pytest.fixture
-def screen(asked: dict[str, list[str]]) -> Callable[[str], list[str]]:
+def screen(asked: Callable[[str], list[str]]) -> Callable[[str], list[str]]:
     """The screen of the one command that begins with these words."""
 
     def of(start: str) -> list[str]:
-        (found,) = [command for command in asked if command.startswith(start)]
-        return asked[found]
+        (found,) = [command for command in EXAMPLES if command.startswith(start)]
+        return asked(found)
 
     return of
 
@@ -96,38 +117,43 @@ def near(value: float, other: float, digits: float = 0.006) -> bool:
 # ---------------------------------------------------------------- all of them
 
 
-def test_there_are_twenty_and_each_is_one_screen(asked: dict[str, list[str]]) -> None:
-    assert len(asked) == 20
-    for command, output in asked.items():
-        assert 3 < len(output) <= LINES, f"{command}: {len(output)} lines"
-        assert max(map(len, output)) <= WIDTH, command
-        assert not any("…" in line for line in output if " … " not in line), f"{command}: something is cut off"
+def test_there_are_twenty_and_most_have_a_bar() -> None:
+    assert len(EXAMPLES) == 20
     questions = re.findall(r"^\*\*[^*]+\?\*\*", Path(docs.ROOT / PAGE).read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert len(questions) == 20
+    assert sum(bar("\n".join(one.output)) is not None for one in EXAMPLES.values()) >= 11, "and this machine's, whose bytes the page leaves out"
 
 
-def test_the_parts_of_each_answer_add_up(asked: dict[str, list[str]]) -> None:
+@pytest.mark.parametrize("command", [pytest.param(one, marks=SEARCHED if one.startswith(LONG) else ()) for one in EXAMPLES])
+def test_each_is_one_screen_whose_parts_add_up(command: str, asked: Callable[[str], list[str]]) -> None:
     """The legend of the bar is the device: what is used, and what is left of it."""
-    seen = 0
-    for command, output in asked.items():
-        text = "\n".join(output)
-        head = re.search(r"([\d.]+) of ([\d.]+) GiB(?: per device)?, ([\d.]+) GiB spare", text)
-        if head is None or "· spare" not in text:
-            continue
-        scale = 1024 if re.search(r"· spare [\d.,]+ MiB", text) else 1
-        legend = re.findall(r"[█▓▒▚▤▞▥▦▛▩░▨·] [a-z]+ (<?)([\d.,]+)", text)
-        total = sum(0.0 if less else float(value.replace(",", "")) for less, value in legend) / scale
-        used, capacity, spare = (float(part) for part in head.groups())
-        assert abs(total - capacity) < 0.1 and abs(used + spare - capacity) < 0.11, command
-        shares = re.search(r"^time +(.*%)$", text, flags=re.MULTILINE)
-        assert shares is None or sum(map(int, re.findall(r"(\d+) %", shares[1]))) == 100
-        seen += 1
-    assert seen >= 12
+    output = asked(command)
+    assert 3 < len(output) <= LINES, f"{len(output)} lines"
+    assert max(map(len, output)) <= WIDTH
+    assert not any("…" in line for line in output if " … " not in line), "something is cut off"
+    text = "\n".join(output)
+    head = bar(text)
+    if head is None:
+        return
+    scale = 1024 if re.search(r"· spare [\d.,]+ MiB", text) else 1
+    legend = re.findall(r"[█▓▒▚▤▞▥▦▛▩░▨·] [a-z]+ (<?)([\d.,]+)", text)
+    total = sum(0.0 if less else float(value.replace(",", "")) for less, value in legend) / scale
+    used, capacity, spare = (float(part) for part in head.groups())
+    assert abs(total - capacity) < 0.1 and abs(used + spare - capacity) < 0.11
+    shares = re.search(r"^time +(.*%)$", text, flags=re.MULTILINE)
+    assert shares is None or sum(map(int, re.findall(r"(\d+) %", shares[1]))) == 100
+
+
+def bar(text: str) -> re.Match[str] | None:
+    """Used, capacity and spare, where a screen has a bar of all."""
+    head = re.search(r"([\d.]+) of ([\d.]+) GiB(?: per device)?, ([\d.]+) GiB spare", text)
+    return head if "· spare" in text else None
 
 
 # ---------------------------------------------------------------- does it fit
 
 
+@pytest.mark.slow(reason="a screen that is slow above; what a file and a script hold is counted below")
 def test_an_8b_model_needs_sixteen_bytes_a_parameter(screen: Callable[[str], list[str]]) -> None:
     """Weights, gradients and two states in fp32: 16 bytes, divided by the devices, are a floor that one 4090 is below."""
     rows = table(screen("fit llama3-8b --on RTX4090,"))
@@ -137,6 +163,7 @@ def test_an_8b_model_needs_sixteen_bytes_a_parameter(screen: Callable[[str], lis
     assert rows["RTX4090"]["verdict"] == "does not fit"
 
 
+@pytest.mark.slow(reason="a screen that is slow above; test_capture.py has packed weights and adapters")
 def test_lora_on_a_4_bit_base_counts_weights_by_their_bits(screen: Callable[[str], list[str]]) -> None:
     text = "\n".join(screen("fit llama3-8b --on RTX4090 --lora"))
     assert text.startswith("FITS") and "8.03B parameters and 41.9M in adapters" in text
@@ -152,6 +179,7 @@ def test_lora_on_a_4_bit_base_counts_weights_by_their_bits(screen: Callable[[str
     assert states is not None and abs(float(states[1]) - 8 * adapters / GIB) < 0.01
 
 
+@pytest.mark.slow(reason="a screen that is slow above; test_most.py finds the largest batch too")
 @pytest.mark.parametrize(("start", "option"), [("fit resnet50 --on T4", "--micro-batch"), ("fit gpt2 --on T4", "--seq")])
 def test_the_largest_fits_and_one_more_does_not(
     start: str, option: str, screen: Callable[[str], list[str]], capsys: pytest.CaptureFixture[str]
@@ -169,6 +197,7 @@ def fewest_for_70b(shown: list[str]) -> int:
     return int(found[1])
 
 
+@pytest.mark.slow(reason="a screen that is slow above; what a file and a script hold is counted below")
 def test_the_fewest_hold_sixteen_bytes_a_parameter_and_half_of_them_do_not(screen: Callable[[str], list[str]]) -> None:
     least = 16 * 70.55e9 / find("H100").memory_bytes  # weights, gradients and two states in fp32
     assert least / 2 < fewest_for_70b(screen("plan llama3-70b")) / 2 < least
@@ -249,6 +278,7 @@ def test_carbon_is_energy_by_the_grid(screen: Callable[[str], list[str]]) -> Non
     assert number(table(screen("fit gpt2 --on A100,8xA100"))["H100"]["energy"]) == energy, "two screens, one figure"
 
 
+@pytest.mark.slow(reason="a screen that is slow above; hours of a run are compared above")
 def test_the_deadline_is_kept_and_not_with_fewer(screen: Callable[[str], list[str]]) -> None:
     shown = screen("plan gpt2 ")
     devices = re.search(r", (\d+) of its 8 devices", shown[0])
@@ -265,6 +295,7 @@ def test_the_deadline_is_kept_and_not_with_fewer(screen: Callable[[str], list[st
 # ---------------------------------------------------------------- faster, serving
 
 
+@pytest.mark.slow(reason="a screen that is slow above; test_remedies.py asks printed commands again")
 def test_advice_is_what_fit_says_of_the_change(screen: Callable[[str], list[str]], capsys: pytest.CaptureFixture[str]) -> None:
     shown = screen("plan advise gpt2")
     eager = number(table(screen("fit gpt2 --on A100,8xA100"))["A100"]["step"])

@@ -174,6 +174,7 @@ def error(said: np.ndarray, seconds: np.ndarray) -> float:
     return float(np.median(np.abs(said / seconds - 1)))
 
 
+@pytest.mark.slow(reason="all laws fitted anew; single laws are held below")
 def test_laws_say_what_held_out_rows_took() -> None:
     rows, seconds, said, guess = held_out(FAMILY)
     assert len(rows) > 60

@@ -56,13 +56,13 @@ ACCELERATE = ["fsdp", "kept", "replicas", "one", "single", "compiled", "context"
 DEEPSPEED = ["kept", "replicas", "one", "single", "nodes", "momentum"]
 FURTHER = {
     "foreach": "another way to update; momentum has an optimizer of its own", "tensor3d": "tensor has tp, hybrid replicas beside shards",
-    "uneven": "fsdp has recompute, stages the cut", "gpipe": "stages and looped have schedules",
+    "uneven": "fsdp has recompute, stages the cut", "gpipe": "stages has a schedule", "looped": "stages has a schedule and a cut",
 }  # fmt: skip
 """Why a plan is slow: what is like it."""
 ELSEWHERE = "the same plan is read from the file of another tool, and other plans from this one's"
 AGAIN = {
-    **{("torchtitan", name): ELSEWHERE for name in ("one", "replicas", "kept", "single", "nodes")},
-    **{("accelerate", name): ELSEWHERE for name in ("kept", "one", "compiled", "nodes")},
+    **{("torchtitan", name): ELSEWHERE for name in ("one", "replicas", "kept", "single", "nodes", "context", "compiled")},
+    **{("accelerate", name): ELSEWHERE for name in ("kept", "one", "nodes", "fsdp")},
     **{("deepspeed", name): ELSEWHERE for name in ("replicas", "single")},
 }
 CASES = [(tool, name) for tool, names in (("torchtitan", TITAN), ("accelerate", ACCELERATE), ("deepspeed", DEEPSPEED)) for name in names]

@@ -66,7 +66,16 @@ def plan_for(source: Source, mode: str, blocks: Any, **more: Any) -> Plan:
 # ---------------------------------------------------------------------- run
 
 
-@pytest.mark.parametrize(("name", "more"), [("gpt", {}), ("llama", LORA), ("t5", {}), ("gpt", {"accumulate": 2, "loss_chunks": 2})])
+OTHER = pytest.mark.slow(reason="another model, or more micro-batches, through the same hooks")
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("gpt", {}), pytest.param("llama", LORA, marks=OTHER), pytest.param("t5", {}, marks=OTHER),
+        pytest.param("gpt", {"accumulate": 2, "loss_chunks": 2}, marks=OTHER),
+    ],
+)  # fmt: skip
 def test_losses_and_weights_are_those_of_plain_recompute(name: str, more: dict[str, Any]) -> None:
     source = MODELS[name]
     torch.manual_seed(0)
@@ -91,7 +100,7 @@ def test_losses_and_weights_are_those_of_plain_recompute(name: str, more: dict[s
     assert len(found[0]) > 3 and all(map(torch.equal, *found))
 
 
-@pytest.mark.parametrize(("name", "kept"), [("gpt", 0), ("llama", 0), ("t5", 2)])
+@pytest.mark.parametrize(("name", "kept"), [pytest.param("gpt", 0, marks=OTHER), ("llama", 0), pytest.param("t5", 2, marks=OTHER)])
 def test_what_moves_and_what_is_left_is_what_a_run_shows(name: str, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """`kept`: so many of the last blocks are computed again from inputs on the device."""
     source = MODELS[name]
@@ -179,6 +188,7 @@ def modes_of(one: Candidate) -> set[str]:
     return {residency.mode for residency in one.plan.blocks.values()}
 
 
+@pytest.mark.slow(reason="a long search; that a search offers such blocks is shown by the loss in chunks below")
 def test_it_is_offered_where_nothing_else_fits() -> None:
     again, host = (needed("deep", mode) for mode in ("recompute", "recompute-host"))
     between = (again + host) // 2
@@ -191,6 +201,7 @@ def test_it_is_offered_where_nothing_else_fits() -> None:
     assert roomy._best() is not None and not any("recompute-host" in modes_of(one) for one in roomy.found)
 
 
+@pytest.mark.slow(reason="two long searches; the host and compiling are also asked about in test_spill.py")
 def test_it_is_not_offered_without_room_on_the_host_nor_compiled() -> None:
     between = (needed("deep", "recompute") + needed("deep", "recompute-host")) // 2
     small = climbed("deep", between, host=1 << 30)
@@ -211,6 +222,7 @@ def test_a_loss_in_chunks_is_offered_where_logits_do_not_fit(monkeypatch: pytest
     assert all(one.plan.loss_chunks == 1 for one in climbed("wordy", chunked + (plain - chunked) // 8, loss_chunks=1).found)
 
 
+@pytest.mark.slow(reason="a second search; one without a compiled model is above")
 def test_chunks_are_not_tried_with_a_compiled_model() -> None:
     plain, chunked = (needed("wordy", "keep", chunks) for chunks in (1, 16))
     compiled = climbed("wordy", chunked + (plain - chunked) // 8, compile=("model",))

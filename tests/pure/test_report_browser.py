@@ -154,6 +154,7 @@ def _unguarded(text: str) -> str:
 # ---------------------------------------------------------------- that the tests above can fail
 
 
+@pytest.mark.slow(reason="the check itself; charts of whole pages are counted above")
 def test_a_broken_chart_is_seen(page: str, tmp_path: Path) -> None:
     """One chart of a kind nobody knows, one whose figures are gone: told, counted, logged. One with no events: counted."""
     unknown = page.replace('"kind":"scatter"', '"kind":"unheard"', 1)
@@ -166,6 +167,7 @@ def test_a_broken_chart_is_seen(page: str, tmp_path: Path) -> None:
     assert seen.dom.count('data-failed="') == 2
 
 
+@pytest.mark.slow(reason="two visits; every page above is asked for what it requests")
 def test_a_request_is_seen(page: str, tmp_path: Path) -> None:
     planted = page.replace("<main>", '<main><img src="https://report.invalid/x.png">')
     held = visit(written(tmp_path / "held.html", planted), "light")

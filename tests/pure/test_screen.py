@@ -61,7 +61,7 @@ def rows_of(shown: list[str], label: str) -> list[str]:
 # ---------------------------------------------------------------- size
 
 
-@pytest.mark.parametrize("width", one_in(2, WIDTHS, "a width between others"))
+@pytest.mark.parametrize("width", one_in(4, WIDTHS, "a width between others"))
 @pytest.mark.parametrize("verdict", [FITS, TIGHT, NO, UNKNOWN])
 @pytest.mark.parametrize("make", [prediction, overfull, timed_overfull])
 def test_never_more_than_thirty_lines_nor_wider_than_asked(make: Any, verdict: str, width: int) -> None:
@@ -330,7 +330,7 @@ def test_how_the_time_is_known_is_always_told(provenance: str, width: int) -> No
     assert provenance.partition(":")[0] in text.partition("step 142 ms")[2]
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", one_in(3, WIDTHS, "a width between others"))
 def test_the_step_and_its_rate_are_never_cut(width: int) -> None:
     for answer in (timed(prediction(FITS), run=RUN), timed_overfull(FITS), timed_overfull(NO)):
         text = "\n".join(lines(answer, width))

@@ -43,7 +43,10 @@ LARGER = pytest.mark.slow(reason="the same change of a larger script, as conv_em
 @pytest.mark.parametrize(
     ("name", "change", "recipe"),
     [
-        ("lightning_images", {"channels_last": True}, {"precision": "fp16-autocast", "optimizer": "momentum", "channels_last": True}),
+        pytest.param(
+            "lightning_images", {"channels_last": True}, {"precision": "fp16-autocast", "optimizer": "momentum", "channels_last": True},
+            marks=LARGER,
+        ),
         ("conv_ema", {"fused": True}, {"precision": "fp32", "optimizer": "momentum-fused"}),
         ("conv_ema", {"tf32": True}, {"precision": "tf32", "optimizer": "momentum"}),
         pytest.param("lightning_images", {"fused": True}, {"precision": "fp16-autocast", "optimizer": "momentum-fused"}, marks=LARGER),
@@ -95,6 +98,7 @@ def test_a_script_that_compiles_its_model_is_costed_as_compiled() -> None:
     assert "torch.compile" not in " ".join(gain.change for gain in ScriptSpeedSearch(step, H100, "H100", plain=plan, seconds=0.0).advice().gains)
 
 
+@pytest.mark.slow(reason="a script that compiles its model is above")
 def test_a_file_that_compiles_its_model_is_costed_as_compiled(tmp_path: Path) -> None:
     from foretell import api
 

@@ -75,6 +75,7 @@ def test_the_patched_script_needs_what_its_plan_says_on_one_device(home: Path, m
     assert answer.memory.device_bytes == plan.predicted["memory_bytes"]
 
 
+@pytest.mark.slow(reason="a search for ranks; that of one device is run above, and ranks of scripts in test_script_ranks.py")
 def test_the_patched_script_needs_what_its_plan_says_on_two_devices(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned(GPT, "H100:2", home, fixed={"dp_shard": 2})
     assert plan.mesh == Mesh(dp_shard=2) and plan.global_batch == 16
@@ -105,6 +106,7 @@ def test_a_patched_script_of_a_library_needs_what_its_plan_says(of_a_library: Pa
     assert answer.model["micro_batch"] == 8 and answer.model["recipe"]["accumulate"] == 8
 
 
+@pytest.mark.slow(reason="scripts of three libraries; one without a library is patched and followed above")
 def test_libraries_are_told_by_their_own_words(of_a_library: Path) -> None:
     changed = (of_a_library / "accelerate_vit.py").read_text()
     assert "gradient_accumulation_steps=8" in changed and "DataLoader(data, 8, shuffle=True)" in changed

@@ -191,6 +191,7 @@ assert not held & listening, "a port is open"
 """
 
 
+@pytest.mark.slow(reason="ranks that wait until they are ended; other scripts that cannot be followed are told with their line below")
 def test_a_step_on_rank_0_alone_is_told_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """And nothing is left: no process, no port."""
     text = HEAD + LEFT + LOOP + "    if rank == 0:\n        optimizer.step()\n"

@@ -74,6 +74,8 @@ def kept(trace: Trace) -> Trace:
 
 FURTHER = {
     **dict.fromkeys(("trainer_t5", "trainer_gpt2", "trainer_vit"), "another model under Trainer, as trainer_bert"),
+    "lightning_fabric": "a loop of one's own, as bert_dict, in words of Lightning, as lightning_mlp",
+    "lightning_manual": "a loop of one's own under Lightning, as lightning_mlp; what is left to the next step is left by bert_dict too",
     "lightning_images": "another model under Lightning, as lightning_mlp",
     **dict.fromkeys(("accelerate_glue", "accelerate_vit", "accelerate_diffusion"), "another model under accelerate, as accelerate_mlp"),
     "timm_style": "a plain loop with a gradient scaler, as gpt_scaler, which test_script_plans patches; it zeroes late, as bert_dict does",
@@ -386,6 +388,7 @@ def test_what_a_step_leaves_to_the_next_is_counted(tmp_path: Path, monkeypatch: 
     assert any("train.py" in note and "without gradients" in note for note in found["evaluates"][1])
 
 
+@pytest.mark.slow(reason="imports transformers in a process of its own; a script under Trainer is followed above")
 def test_what_a_hub_would_give_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers is imported by the script; a folder with a configuration and no weights is enough for a model, which is in evaluation mode."""
     (tmp_path / "small").mkdir()

@@ -79,6 +79,7 @@ def exactly(made: Finder, layout: Layout) -> float:
     return cost.time.step_seconds
 
 
+@pytest.mark.slow(reason="every cut costed op by op; the parts of the search are tested below and in test_search_stages.py")
 def test_cuts_of_two_kinds_of_devices_equal_every_cut_in_every_order() -> None:
     """Costed op by op, stage by stage; and quicker than the cuts that like devices would have."""
     cluster = parse("1xH100+1xA100")
@@ -128,6 +129,7 @@ def off(hardware: str, pp: int) -> tuple[float, list[float]]:
     return pricer.quick(layout).seconds / cost.time.step_seconds, held
 
 
+@pytest.mark.slow(reason="every plan costed op by op; those of like devices are compared in test_quick.py")
 @pytest.mark.parametrize(
     ("pp", "hardware"),
     [
@@ -187,6 +189,7 @@ def test_like_nodes_are_never_placed() -> None:
     assert found.best is not None and found.best.placed is None and found.best.plan.placement == ()
 
 
+@pytest.mark.slow(reason="another search of the same devices")
 def test_an_order_that_gains_nothing_is_not_taken() -> None:
     """Rates that are all the same: another order is as good, and the plan says none."""
     flat = tuple(tuple(0.0 if a == b else 1e11 for b in range(4)) for a in range(4))

@@ -231,7 +231,7 @@ def test_every_byte_is_that_of_fsdp2(name: str, depth: dict[str, int]) -> None:
     compare(workload(name, 2, **depth), Recipe(), (2, 64))
 
 
-@pytest.mark.parametrize("name", further(["t5-tiny", "mixtral-tiny", "unet-tiny"], ["mixtral-tiny", "unet-tiny"], "blocks as of one stack"))
+@pytest.mark.parametrize("name", further(["t5-tiny", "mixtral-tiny", "unet-tiny"], ["mixtral-tiny"], "two stacks, or none, as one"))
 def test_other_shapes_of_models(name: str) -> None:
     """Two stacks of blocks, experts with fewer rows than ranks, no blocks at all."""
     compare(workload(name, 2), Recipe(), (64 if name == "mixtral-tiny" else 8,))
@@ -246,7 +246,7 @@ def test_micro_batches_reduce_every_time_and_add_in_fp32() -> None:
     compare(workload("gpt-tiny", 2, layers=2), Recipe(accumulate=3), (4,))
 
 
-@pytest.mark.parametrize("freeze", [(), ("tokens",)])
+@pytest.mark.parametrize("freeze", [pytest.param((), marks=pytest.mark.slow(reason="nothing is frozen in the other tests either")), ("tokens",)])
 def test_a_loss_in_chunks_is_computed_with_what_the_root_gathered(freeze: tuple[str, ...]) -> None:
     compare(workload("gpt-tiny", 2, layers=2), Recipe(loss_chunks=3, accumulate=2, freeze=freeze), (4,))
 
@@ -256,7 +256,7 @@ def test_what_is_frozen_is_gathered_and_not_reduced() -> None:
 
 
 @pytest.mark.parametrize(
-    "optimizer", further(["adamw", "momentum", "adam-loop"], ["adamw", "momentum"], "the states of adamw, updated one by one")
+    "optimizer", further(["adamw", "momentum", "adam-loop"], ["momentum"], "the states of adamw, as in every other test here")
 )
 def test_other_optimizers(optimizer: str) -> None:
     """One image: the gradients of two parameters share a storage. Slack: step counters on the host, norms."""
@@ -293,6 +293,7 @@ def marked(trace: types.Trace) -> types.Trace:
     return replace(trace, programs={**trace.programs, "micro_first": program})
 
 
+@pytest.mark.slow(reason="a long trace; each of what is done twice is compared once elsewhere")
 @pytest.mark.parametrize(
     ("calls", "recompute"), further([(1, "none"), (2, "full")], [(2, "full")], "the loss is inside here too, and blocks are called once elsewhere")
 )
@@ -368,7 +369,7 @@ OWN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("kind", further(OWN, ["ends apart"], "other units by the same rule"))
 def test_units_that_a_script_chooses(kind: str) -> None:
     wrap, units, reshard = OWN[kind]
     how = {"units": units, "reshard": reshard, "reduce": None, "left": []}

@@ -77,7 +77,7 @@ _ROW = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.builds(Case, st.sampled_from(("linear", "norm")), st.integers(0, 99), st.lists(_ROW, max_size=4).map(tuple)), max_size=5))
 def test_any_rows_survive_packing(cases: list[Case]) -> None:
     found = pack.unpacked(json.loads(json.dumps(pack.packed(cases))))

@@ -33,6 +33,7 @@ from tests.pure.shared_probes import (
     HUB,
     ROOT,
     UNKNOWN,
+    bare_fitting,
     changed,
     few,
     put,
@@ -42,7 +43,7 @@ from tests.pure.shared_probes import (
     whole_probe,
 )
 
-FIXTURES = (quick_fitting, small_file, whole_probe)
+FIXTURES = (bare_fitting, quick_fitting, small_file, whole_probe)
 
 
 def test_a_device_that_no_catalogue_has_is_known_from_then_on(
@@ -71,7 +72,7 @@ def test_a_device_that_no_catalogue_has_is_known_from_then_on(
     assert answer["hardware"]["name"] == "Hopper-X-141GB" and any("shared probe" in line for line in answer["assumptions"])
 
 
-def test_adding_again_changes_nothing(small: bytes, tmp_path: Path, cache_dir: Path, capsys: pytest.CaptureFixture[str], quick_fit: None) -> None:
+def test_adding_again_changes_nothing(small: bytes, tmp_path: Path, cache_dir: Path, capsys: pytest.CaptureFixture[str], bare_fit: None) -> None:
     path = put(tmp_path, "x", small)
     assert main(["hardware", "add", str(path)]) == 0
     stamp = profile_stamp(H200)
@@ -79,7 +80,7 @@ def test_adding_again_changes_nothing(small: bytes, tmp_path: Path, cache_dir: P
     assert "1 file was added before" in capsys.readouterr().out and profile_stamp(H200) == stamp
 
 
-def test_own_comes_before_added_and_added_before_shipped(small: bytes, tmp_path: Path, cache_dir: Path, quick_fit: None) -> None:
+def test_own_comes_before_added_and_added_before_shipped(small: bytes, tmp_path: Path, cache_dir: Path, bare_fit: None) -> None:
     shipped = find_profile(H200)
     assert shipped is not None and not shipped.shared
     shared.add([put(tmp_path, "x", small)])
@@ -87,12 +88,12 @@ def test_own_comes_before_added_and_added_before_shipped(small: bytes, tmp_path:
     assert found is not None and found.shared and found.mode == "share"
     from foretell.hardware.profile import own_path, save
 
-    save(replace(shipped, mode="full", date="2020-01-01"), own_path(shipped))
+    save(replace(shipped, mode="full", date="2020-01-01", ops=found.ops), own_path(shipped))
     found = find_profile(H200)
     assert found is not None and not found.shared and found.date == "2020-01-01"
 
 
-def test_an_added_cpu_speaks_for_the_same_cpu_alone(tmp_path: Path, cache_dir: Path, quick_fit: None, small: bytes) -> None:
+def test_an_added_cpu_speaks_for_the_same_cpu_alone(tmp_path: Path, cache_dir: Path, bare_fit: None, small: bytes) -> None:
     plain = find_profile("CPU", reported_as="Some CPU")
     shared.add([put(tmp_path, "x", small)])
     entry = added.entries()[0]
@@ -139,6 +140,7 @@ def test_three_files_take_the_middle_one(small: bytes) -> None:
     assert found.factors[1] == pytest.approx(1.0, abs=2e-3) and found.high == pytest.approx(1.5 / 1.04, rel=5e-3)
 
 
+@pytest.mark.slow(reason="two additions of whole profiles; what two files say together is tested above")
 def test_files_that_contradict_each_other_are_named_and_the_band_holds_both(
     small: bytes, tmp_path: Path, cache_dir: Path, capsys: pytest.CaptureFixture[str], quick_fit: None
 ) -> None:
@@ -168,7 +170,7 @@ def test_files_that_contradict_each_other_are_named_and_the_band_holds_both(
 @pytest.mark.parametrize(
     "where", ["added.write", pytest.param("save", marks=pytest.mark.slow(reason="an earlier moment, with less to clear away"))]
 )
-def test_killed_in_the_middle_nothing_half_is_left(where: str, small: bytes, tmp_path: Path, cache_dir: Path, quick_fit: None) -> None:
+def test_killed_in_the_middle_nothing_half_is_left(where: str, small: bytes, tmp_path: Path, cache_dir: Path, bare_fit: None) -> None:
     """Killed as by SIGKILL before the index is written: nothing counts, and the next addition clears it away."""
     path = put(tmp_path, "x", small)
     code = (
@@ -229,7 +231,7 @@ def test_an_error_in_the_middle_clears_what_was_written(small: bytes, tmp_path: 
     assert not added.entries() and not list(added.files_folder().iterdir())
 
 
-def test_a_spoiled_index_counts_for_nothing(small: bytes, tmp_path: Path, cache_dir: Path, quick_fit: None) -> None:
+def test_a_spoiled_index_counts_for_nothing(small: bytes, tmp_path: Path, cache_dir: Path, bare_fit: None) -> None:
     shared.add([put(tmp_path, "x", small)])
     head = b'{"kind":"foretell-added","schema":'
     for text in (b"", b"[]", head + b'9,"added":[]}', head + b'1,"added":[{"device":3}]}', b"[" * 99999):

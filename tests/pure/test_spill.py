@@ -180,6 +180,7 @@ def test_a_host_that_is_too_small_or_unknown_is_said() -> None:
     assert host_of(parse("H200"), SearchConstraints()) is None and host_of(parse("H200"), SearchConstraints(host=5)) == 5
 
 
+@pytest.mark.slow(reason="another search without an answer; who holds the bytes is told in test_choose.py")
 def test_nothing_fits_says_who_holds_the_bytes_and_what_would_help() -> None:
     choice = spilled(question(600 * MIB))
     assert choice.best is None and choice.infeasible is not None and choice.infeasible.holders
@@ -236,6 +237,7 @@ def shared(part: float | None = None, **wishes: Any) -> tuple[Question, Spill]:
     return asked, made()
 
 
+@pytest.mark.slow(reason="every number of states tried for ranks; for one process it is above")
 def test_states_of_ranks_leave_as_few_as_trying_every_number_says() -> None:
     wanted = set()
     for part in (0.1, 0.5):
@@ -281,6 +283,7 @@ def test_a_batch_that_ranks_cannot_share_is_said() -> None:
 # ---------------------------------------------------------------------- other precisions
 
 
+@pytest.mark.slow(reason="another search; states move in the searches above")
 def test_moments_alone_move_with_the_usual_precision() -> None:
     found = spill(question(smallest("recompute", precision=None) + 8 * MIB, precision=None))
     assert found.best is not None and found.best.plan.precision == "bf16-mixed" and found.best.plan.state_format == "fp32"
@@ -409,6 +412,7 @@ def test_nothing_fits_and_the_host_is_unknown_asks_for_it() -> None:
     assert or_moved(found, replace(question(precision=None, global_batch=16, fixed={"pp": 2}), cluster=two)) is found
 
 
+@pytest.mark.slow(reason="two searches through the command line; the same searches are above")
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from foretell.cli import main
     from foretell.plan.file import read

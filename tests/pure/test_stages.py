@@ -130,7 +130,7 @@ def zoo(name: str, **overrides: Any) -> Workload:
     return work
 
 
-LINE = pytest.mark.slow(reason="another model of one line of blocks, cut as the others are")
+LINE = pytest.mark.slow(reason="another model, cut as the others are; ranks run stages of one with two stacks in test_pipeline.py")
 
 
 @pytest.mark.parametrize(
@@ -140,12 +140,12 @@ LINE = pytest.mark.slow(reason="another model of one line of blocks, cut as the 
         (lambda: zoo("gpt-tiny"), ("blocks.0", "norm")),
         pytest.param(lambda: zoo("llama-tiny"), ("blocks.3",), marks=LINE),
         pytest.param(lambda: zoo("vit-tiny"), ("blocks.1", "blocks.2"), marks=LINE),
-        (lambda: zoo("t5-tiny"), ("encoder.blocks.1", "decoder.blocks.0", "decoder.blocks.1")),
+        pytest.param(lambda: zoo("t5-tiny"), ("encoder.blocks.1", "decoder.blocks.0", "decoder.blocks.1"), marks=LINE),
         pytest.param(lambda: zoo("dit-tiny"), ("blocks.1",), marks=LINE),
         (lambda: zoo("mixtral-tiny"), ("blocks.1",)),
         pytest.param(lambda: zoo("ssm-tiny"), ("blocks.1",), marks=LINE),
         pytest.param(lambda: zoo("bert-tiny", dropout=0.0), ("blocks.1",), marks=LINE),
-        (lambda: zoo("convnext-micro"), ("stage3.1",)),
+        pytest.param(lambda: zoo("convnext-micro"), ("stage3.1",), marks=LINE),
         (lambda: zoo("unet-tiny"), ("decoder.1",)),
     ],
     ids=["gpt", "gpt, outer cuts", "llama", "vit", "t5", "dit", "mixtral", "ssm", "bert", "convnext", "unet, last"],
@@ -496,6 +496,7 @@ def test_a_dry_run_splits_the_backward_of_zero_bubble() -> None:
     assert not any(e.stage == 1 and e.what == "send activations" for e in found.events)  # stage 2 is on this rank too
 
 
+@pytest.mark.slow(reason="test_pipeline.py compares a dry run of shards with a real one")
 def test_a_dry_run_gathers_and_scatters_shards() -> None:
     found = dry("1f1b", ("blocks.2",), 0, 2, mesh=Mesh(pp=2, dp_shard=2), precision="bf16-mixed")
     held = sum(found.parameters[0].values())

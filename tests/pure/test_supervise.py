@@ -81,13 +81,16 @@ def until(true: Callable[[], object], seconds: float = 30.0) -> None:
         time.sleep(0.02)
 
 
+STATUS = pytest.mark.slow(reason="another status, passed on in the same way")
+
+
 @pytest.mark.parametrize(
     ("code", "status", "starts"),
     [
         ("sys.exit(0 if os.environ['FORETELL_RESTARTS'] == '1' else 5)", 0, "01"),
-        ("sys.exit(7)", 7, "01"),
+        pytest.param("sys.exit(7)", 7, "01", marks=STATUS),
         ("os.kill(os.getpid(), 9)", 137, "01"),
-        ("sys.exit(2)", 2, "0"),
+        pytest.param("sys.exit(2)", 2, "0", marks=STATUS),
         ("os.kill(os.getpid(), 15)", 143, "0"),
     ],
 )
@@ -145,7 +148,10 @@ def test_signals_reach_the_command_which_is_not_started_again(tmp_path: Path, na
     assert child.returncode == 9 and (tmp_path / "log").read_text() == "0"
 
 
-@pytest.mark.parametrize("sign", ["output", "file"])
+SIGN = pytest.mark.slow(reason="another sign of life")
+
+
+@pytest.mark.parametrize("sign", ["output", pytest.param("file", marks=SIGN)])
 def test_a_command_that_stands_still_is_ended_and_started_again(tmp_path: Path, sign: str) -> None:
     """It comes on for longer than it may be silent, and stands still for ever when it is started first."""
     log, beat = tmp_path / "log", tmp_path / "beat"

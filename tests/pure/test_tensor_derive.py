@@ -374,6 +374,7 @@ class Pyramid(nn.Module):
         return x
 
 
+@pytest.mark.slow(reason="a long dry run; rules of every model are held above")
 def test_blocks_of_different_width_are_split_each_in_its_way() -> None:
     found = derive(flow_of_module(Pyramid(), 2, 8, 12), 2)
     assert found.rules["stages.0.*.linear1"] == found.rules["stages.1.*.linear1"] == "column"

@@ -210,7 +210,7 @@ def test_a_field_of_another_shape_is_damage(field: str, value: object) -> None:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_damage_is_never_another_error(data: st.DataObject) -> None:
     text = file.dumps(small())
     place = data.draw(st.integers(0, len(text) - 1))

@@ -193,6 +193,7 @@ def test_noise_of_two_percent_is_averaged_out() -> None:
     assert rms(model.predict(at) - curve(at)) < 0.02
 
 
+@pytest.mark.slow(reason="many rows; what is learned of waves is tested above")
 def test_outliers_weigh_little_and_a_rare_corner_is_learned() -> None:
     rng = np.random.default_rng(4)
 

@@ -51,7 +51,15 @@ RUN = {
     "move_cuda_calls", "ode_adaptive", "other_parallel", "quant_aware", "read_numpy", "shape_mlm", "shape_spans", "shape_voxels",
     "solve_gp",
 }  # fmt: skip
-"""One of each kind; of kinds that take long, `make test` has the trace for a GPU alone."""
+"""One of each kind."""
+HERE = {"checks_shapes", "ode_adaptive", "other_parallel"}
+"""Of these, whose steps `make test` runs."""
+LONG = {
+    "init_dcgan", "loop_until", "mask_simclr", "other_ensemble", "other_flex", "other_func", "other_hessian", "other_hooks", "other_lazy",
+    "other_nested", "other_penalty", "other_script", "other_subclass", "packed_pointer", "points_net", "policy_ppo", "rays_nerf",
+    "read_branch", "shape_moe", "swin_masks",
+}  # fmt: skip
+"""Files whose traces for a GPU take seconds."""
 TWINS = {
     "copy_byol", "copy_clones", "copy_dino", "copy_encoder", "copy_translator", "loop_seq2seq", "loop_sinkhorn", "move_half", "move_in_forward",
     "move_mnist", "move_streams", "ode_rejects", "quant_vqvae", "read_guards", "read_layerdrop", "read_lengths", "read_schedule", "read_sizes",
@@ -60,6 +68,7 @@ TWINS = {
 }  # fmt: skip
 """Others of a kind of which a file is traced; some are traced by the tests at the end."""
 ALIKE = pytest.mark.slow(reason="its step is traced above, and real steps of files of other kinds, or of the same kind, are run")
+LONGER = pytest.mark.slow(reason="its step takes long; those of three other files are run")
 FP32 = Recipe(precision="fp32")
 
 
@@ -89,7 +98,7 @@ def traced(name: str) -> Trace:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", further(FILES, {*FILES} - TWINS - (RUN - BY_DATA), "a file of its kind is traced, or its step is run below"))
+@pytest.mark.parametrize("name", further(FILES, {*FILES} - TWINS - LONG - (RUN - BY_DATA), "seconds, or like another, or run below"))
 def test_a_step_for_a_gpu_has_an_answer(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     if name in REFUSED:
         said, remedy = REFUSED[name]
@@ -105,7 +114,11 @@ def test_a_step_for_a_gpu_has_an_answer(name: str, capsys: pytest.CaptureFixture
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in RUN else ALIKE) for name in FILES if name not in NOT_HERE and name not in BY_DATA]
+    "name",
+    [
+        pytest.param(name, marks=() if name in HERE else LONGER if name in RUN else ALIKE)
+        for name in FILES if name not in NOT_HERE and name not in BY_DATA
+    ],
 )
 def test_peak_bytes_are_those_of_the_step_run_here(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     trace = trace_as_cpu(source(name), FP32)
@@ -118,9 +131,9 @@ def test_peak_bytes_are_those_of_the_step_run_here(name: str, capsys: pytest.Cap
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_two_traces_are_the_same() -> None:
-    for name in ("shape_graph", "read_layerdrop", "loop_seq2seq"):
-        assert traced(name).programs == traced(name).programs
+@pytest.mark.parametrize("name", further(["read_layerdrop", "shape_graph", "loop_seq2seq"], ["read_layerdrop"], "another file, traced twice"))
+def test_two_traces_are_the_same(name: str) -> None:
+    assert traced(name).programs == traced(name).programs
 
 
 @pytest.mark.filterwarnings("ignore")

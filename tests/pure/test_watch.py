@@ -146,7 +146,11 @@ def started(folder: Path) -> forks.Command:
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow(reason="another signal, which Python does not handle"))]
+    "number",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow(reason="a run of its own; one is killed below")),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow(reason="another signal, which Python does not handle")),
+    ],
 )
 def test_a_signal_is_the_scripts_to_handle(number: signal.Signals, tmp_path: Path) -> None:
     process = started(tmp_path)
@@ -174,6 +178,7 @@ def test_nothing_is_left_where_it_is_killed(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- what may go wrong around it
 
 
+@pytest.mark.slow(reason="a run of its own; a run is killed and another ends with an error above")
 def test_a_full_disk_costs_the_script_nothing_and_is_said(tmp_path: Path) -> None:
     """No file may be longer than 1 KiB. Megabytes on both streams arrive."""
 
@@ -189,6 +194,7 @@ def test_a_full_disk_costs_the_script_nothing_and_is_said(tmp_path: Path) -> Non
     assert said[-1] == "foretell: 40 steps; run folder run" and not set(done.stderr.splitlines()) - {*said, "chatter"}
 
 
+@pytest.mark.slow(reason="a run of its own; what a script prints and how it ends is compared above")
 def test_closed_streams_are_no_reason_to_stop(tmp_path: Path) -> None:
     command = f"exec {shlex.join([*COMMAND, ROWS, '--batch-size', '64'])} <&- >&- 2>&-"
     assert subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environment(), timeout=240, check=False).returncode == 0
@@ -230,6 +236,7 @@ def test_the_process_that_watches_needs_no_torch() -> None:
 # ---------------------------------------------------------------- memory that runs out
 
 
+@pytest.mark.slow(reason="two runs of a large script; what is read, halved and told is tested piece by piece below")
 def test_out_of_memory_is_explained_and_the_first_remedy_runs(tmp_path: Path) -> None:
     limit = ("--on", "CPU", "--memory-limit", "700MiB")
     large = ("--batch-size", "65536", "--accumulate", "1", "--steps", "1", "--layers", "8")  # in forward, whatever the process holds

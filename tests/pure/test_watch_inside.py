@@ -82,6 +82,7 @@ def test_an_error_in_the_loop_goes_on_and_leaves_a_folder(tmp_path: Path) -> Non
     assert comparison.of_folder(tmp_path / "run").steps > 0
 
 
+@pytest.mark.slow(reason="another library; a loop of one's own is above, Trainer below")
 def test_lightning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lightning = pytest.importorskip("lightning")
 

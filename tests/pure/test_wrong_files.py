@@ -111,6 +111,7 @@ def test_backward_is_told_at_the_line_of_its_forward(tmp_path: Path) -> None:
     assert f"mine.py:{FORWARD}, in forward" in told and "x = x + y" in told
 
 
+@pytest.mark.slow(reason="waits for a time limit; a model that never returns is ended in test_trace_child.py")
 def test_a_loop_without_end_is_told_at_its_line_and_what_it_forked_is_gone(
     tmp_path: Path, cache_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,13 +47,13 @@ def asked(name: str, *phases: str) -> checks.CheckRequest:
 # ---------------------------------------------------------------- whole rows
 
 
-LONG = pytest.mark.slow(reason="another module through the same columns; `foretell zoo check --all` has every one")
+LONG = pytest.mark.slow(reason="a search and real steps; columns are tested one by one below, and `foretell zoo check --all` has every module")
 
 
 @pytest.mark.parametrize(
     ("name", "phases", "planned"),
     [
-        ("e2llm-tiny", (), 1),  # draws random scales in forward
+        pytest.param("e2llm-tiny", (), 1, marks=LONG),  # draws random scales in forward
         pytest.param("mf-tiny", (), 1, marks=LONG),  # layers are called by a method that is not forward
         pytest.param("perforated-tiny", ("dendrite",), 1, marks=LONG),
         pytest.param("tnt-tiny", (), 1, marks=LONG),  # with a larger batch: weights hold too much of the smallest
@@ -176,6 +176,7 @@ def test_a_cap_leaves_just_the_room_it_says() -> None:
         assert predict_plan(trace, plan, zoo_plan.capped(parse("CPU"), room, 1), Options()).fits is fits
 
 
+@pytest.mark.slow(reason="a search of its own; who holds the bytes is told in test_choose.py")
 def test_where_nothing_fits_the_row_says_what_holds_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zoo_plan, "MICRO_BATCHES", (2,))
     traces = zoo_plan.HereTraces(capability=None, cache=False)

@@ -31,6 +31,7 @@ from foretell.zoo import load as load_module
 from foretell.zoo.generative import asd, hummingbird, interprior
 from foretell.zoo.listing.generative import ENTRIES
 from foretell.zoo.science import allshowers, lamarr
+from tests.further import further
 from tests.pure.on_cpu import compare_on_cpu
 
 FP32 = Recipe(precision="fp32")
@@ -196,6 +197,7 @@ def test_protein_generator_learns_through_the_frozen_networks() -> None:
     assert len(seen) == 2 and all(gradient.abs().sum() > 0 for gradient in seen)
 
 
+@pytest.mark.slow(reason="traces of three phases; all of them run a step above")
 def test_protein_three_networks_on_one_device() -> None:
     totals = {phase: held(seen("protein-sid-tiny", phase), PARAMETER) for phase in phases_of("protein-sid-tiny")}
     for phase, parameters in totals.items():
@@ -442,6 +444,7 @@ def test_showers_noise_is_matched_within_layers() -> None:
     assert (cost(found) < 0.5 * cost(noise)).all()
 
 
+@pytest.mark.slow(reason="two traces; what bands compute is tested above")
 def test_showers_bands_are_priced_at_mask_density() -> None:
     everyone = torch.ones(1, 16, 16, dtype=torch.bool)
     density = allshowers.near(16, 16, 1, everyone).float().mean().item()
@@ -467,7 +470,7 @@ def test_showers_sampler_is_one_graph_repeated() -> None:
 
 
 @pytest.mark.parametrize("phase", interprior.PHASES)
-@pytest.mark.parametrize("how", ["full", "selective"])
+@pytest.mark.parametrize("how", further(["full", "selective"], ['full'], "another way to recompute, with the same noise"))
 def test_hands_noise_is_the_same_when_computed_again(phase: str, how: str) -> None:
     found = []
     for recompute in ("none", how):
@@ -555,6 +558,7 @@ def test_lamarr_modules_swap_singly() -> None:
     assert {name: before[name].shape[-1] for name in names} == dict(lamarr.STAGES)
 
 
+@pytest.mark.slow(reason="every phase twice; padding of another model has no influence either")
 def test_lamarr_padding_has_no_influence() -> None:
     for phase in lamarr.PHASES:
         given = workload("lamarr-tiny", phase)

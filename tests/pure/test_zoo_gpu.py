@@ -98,6 +98,7 @@ def test_phases_in_turn_train_the_same_weights(table: tuple[ModuleType, ModuleTy
         assert torch.equal(p, before[name]) != (p.requires_grad or second[name].requires_grad), name
 
 
+@pytest.mark.slow(reason="a real row; rows on this CPU run in test_zoo_check.py")
 def test_a_row_really_runs(table: tuple[ModuleType, ModuleType]) -> None:
     found = table[1].really(config(table, model="ff-tiny"), "cpu")
     assert found["finite"] and found["steps"] >= 10 and len(found["losses"]) == 8

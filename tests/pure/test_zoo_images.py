@@ -154,7 +154,7 @@ class TestAll:
     @pytest.mark.parametrize(
         "case",
         [
-            pytest.param(case, id=name, marks=OTHER_WAY if case[1] or case[0] not in ("geo-tiny", "context-split-tiny") else ())
+            pytest.param(case, id=name, marks=OTHER_WAY if case[1] or case[0] != "geo-tiny" else ())
             for case, name in zip(CASES, IDS, strict=True)
         ],
     )
@@ -191,6 +191,7 @@ class TestKMaX:
         assert all(len(set(row)) == 4 for row in match.tolist())
         assert torch.equal(match[torch.arange(3), best % 4], best // 4)
 
+    @pytest.mark.slow(reason="a long trace of a model that runs a step above")
     def test_no_gradient_runs_through_the_assignment(self) -> None:
         trace = seen("kmax-tiny", ())
         argmax = [op for op in ops(trace, "blocks") if op.name == "aten.argmax.default"]
@@ -292,6 +293,7 @@ class TestContextSplit:
             assert torch.equal(seen["weight"].flatten(), torch.tensor([3.0, 1.0]))
         torch.testing.assert_close(model.recent, torch.stack(means[-4:]))
 
+    @pytest.mark.slow(reason="two traces; what the half computes and teaches is tested above")
     def test_the_detached_half_is_absent_from_gradient_memory(self) -> None:
         some, none = seen("context-split-tiny", ()), seen("context-split-tiny", ALONE)
         weight = 4 * 20 * 256
@@ -334,6 +336,7 @@ class TestPansharpen:
         torch.testing.assert_close(parts[0][:, 1:], parts[1][:, 1:], atol=1e-5, rtol=0)
         torch.testing.assert_close(parts[0][:, :1], (pan - level) * scale, atol=1e-5, rtol=0)
 
+    @pytest.mark.slow(reason="a long trace; what is decomposed is tested above")
     def test_the_decomposition_and_its_gradient_are_counted(self) -> None:
         trace = on_cpu("pansharpen-tiny", ())[2]
         found = [op for op in ops(trace) if op.name == "aten._linalg_svd.default"]
@@ -525,6 +528,7 @@ SIZES = ((2, 64), (2, 128), (4, 64), (4, 128))
 
 
 class TestScalingMLP:
+    @pytest.mark.slow(reason="a size between; a step of it runs above, and bytes of another model are measured")
     @pytest.mark.parametrize(
         ("depth", "dim"), [pytest.param(*size, marks=() if size == (4, 64) else pytest.mark.slow(reason="another size")) for size in SIZES]
     )

@@ -134,8 +134,8 @@ def test_trains(name: str, phase: str) -> None:
 
 LONG = pytest.mark.slow(reason="its parts are tested and most of them traced below; decoders are compared in test_capture.py")
 LONGER = (
-    ("grpo_roc-tiny", "rollout"), ("grpo_roc-tiny", "update"), ("hmt-tiny", "recall"), ("e2llm-tiny", ""), ("monocoder-tiny", ""), ("qlora-tiny", ""),
-    ("hmt-tiny", "warm"), ("longlora-tiny", ""),
+    ("grpo_roc-tiny", "rollout"), ("grpo_roc-tiny", "update"), ("hmt-tiny", "recall"), ("e2llm-tiny", ""), ("qlora-tiny", ""),
+    ("hmt-tiny", "warm"), ("longlora-tiny", ""), ("replay_seq-tiny", ""),
 )  # fmt: skip
 
 
@@ -153,14 +153,17 @@ def test_memory_is_foretold_and_every_op_is_covered(name: str, phase: str) -> No
     assert on_cuda.meta["assumed"] == []
 
 
+LARGE = pytest.mark.slow(reason="a large model; two others are counted")
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("longlora", 6_738_415_616 + 32 * 4 * 2 * 8 * 4096),
+        pytest.param("longlora", 6_738_415_616 + 32 * 4 * 2 * 8 * 4096, marks=LARGE),
         ("e2llm", 6_738_415_616),
-        ("qwen2-1.5b", 1_543_714_304),
+        pytest.param("qwen2-1.5b", 1_543_714_304, marks=LARGE),
         ("monocoder", 162_322_944),
-        ("grpo_roc", 14_768_307_200 - 40 * 2 * 128),
+        pytest.param("grpo_roc", 14_768_307_200 - 40 * 2 * 128, marks=LARGE),
     ],
 )
 def test_sizes(name: str, expected: int) -> None:
@@ -508,6 +511,7 @@ class TestReplays:
         rows = [make("replay_seq-tiny", n)[1]["kinds"].shape[0] for n in (2, 6)]
         assert moving(large) / moving(small) == pytest.approx(rows[1] / rows[0], rel=0.1)
 
+    @pytest.mark.slow(reason="many damaged files; too long ones are refused above")
     def test_damaged_files_are_left_out_and_told_of(self) -> None:
         games = replays([5, 6, 7, 8])
         whole = replay_seq.write_archive({"a": games[0], "b": games[1]})

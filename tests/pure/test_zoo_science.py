@@ -220,6 +220,7 @@ def test_two_halves_of_the_markers_deposit_what_all_do() -> None:
     torch.testing.assert_close(parts[0] + parts[1], model.mesh.deposit(position, charge))
 
 
+@pytest.mark.slow(reason="traces at three sizes; prices of scatters are tested in test_scattered.py")
 def test_scatter_costs_what_was_measured_and_memory_grows_with_markers_and_steps() -> None:
     trace = on_cuda("pic_step-tiny")
     prices = priced(trace)

@@ -63,10 +63,12 @@ def run(
     if box:
         return boxes.of_run(wanted, asked, device, json=json, given={**asked, "out": out, "resume": resume})
     how = _supervision(wished)
-    if not launch.is_rank() and (wanted.mesh.world > 1 or how.restarts or how.notices):
+    if not launch.is_rank() and (wanted.mesh.world > 1 or how.restarts or how.notices or how.replan):
         return _launch(wanted, plan, asked, out, device, how, resume=resume)
     if launch.is_rank() and not launch.launcher_lives() and how.restarts:
         raise UserError("--max-restarts is for ranks that foretell starts itself", "give it to torchrun: torchrun --max-restarts N ...")
+    if launch.is_rank() and not launch.launcher_lives() and how.replan:
+        raise UserError("--replan is for ranks that foretell starts itself", "leave it out under torchrun")
     with _noticing(how):
         return _here(wanted, plan, asked, out, device, resume=resume, json=json, teaches=update_profile)
 
@@ -88,24 +90,37 @@ def _supervision(wished: RunOptions) -> Supervision:
         raise UserError("--ranks says with how many ranks a run goes on, and it may not change them", "give --elastic too")
     if wished.elastic and not wished.max_restarts:
         raise UserError("--elastic goes on without a rank whose restarts are used up, and there are none", "give --max-restarts N too")
-    if wished.elastic and wished.no_save:
-        raise UserError("--elastic goes on from checkpoints, and --no-save has none", "leave out --no-save")
+    if (wished.elastic or wished.replan) and wished.no_save:
+        raise UserError(f"--{'elastic' if wished.elastic else 'replan'} goes on from checkpoints, and --no-save has none", "leave out --no-save")
     return Supervision(
         restarts=wished.max_restarts, standby=wished.standby, notices=wished.notice or (), elastic=wished.elastic,
-        ranks=Path(wished.ranks) if wished.ranks is not None else None,
+        ranks=Path(wished.ranks) if wished.ranks is not None else None, replan=wished.replan,
     )  # fmt: skip
 
 
 def _elastic(plan: Plan, out: Path, how: Supervision) -> Elastic | None:
-    """What knows plans for other numbers of ranks."""
-    from foretell.runtime.process.supervise.elastic import Elastic
+    """What knows other plans of the run."""
+    from foretell.runtime.process.supervise.elastic import Answer, Elastic
 
     def plan_for(plan: Plan, ranks: Sequence[int]) -> Plan:
         from foretell.search.other_ranks import plan_for
 
         return plan_for(plan, ranks)
 
-    return Elastic(plan, plan_for, out, _say, how.ranks) if how.elastic else None
+    def better(plan: Plan, seconds: float, message_seconds: float) -> Answer:
+        from foretell.search.as_measured import SlowStep, replanned
+
+        found = replanned(plan, SlowStep(seconds=seconds, message_seconds=message_seconds), (plan.mesh.world,))
+        figures = {"measured_seconds": seconds, "message_seconds": message_seconds, "work_factor": found.work, "message_factor": found.messages,
+                   "now_seconds": found.now_seconds, "best_seconds": found.best_seconds}  # fmt: skip
+        return found.plan, found.why or found.words(seconds), figures
+
+    if not how.elastic and not how.replan:
+        return None
+    if plan.sync is not None:
+        raise UserError(f"--{'elastic' if how.elastic else 'replan'} keeps the training as it is, and replicas that step alone train otherwise "
+                        "in another number", "leave it out, or plan without --sync-every")  # fmt: skip
+    return Elastic(plan, plan_for if how.elastic else None, out, _say, how.ranks, better if how.replan else None)
 
 
 def _noticing(how: Supervision) -> contextlib.AbstractContextManager[object]:

@@ -8,7 +8,8 @@ from typing import Any
 from foretell.plan.tensor.types import PARTIAL, Operand, Partial, Place, Refine, Refuse, Result, Setting, Shard
 from foretell.plan.tensor.views import Rule, keep
 
-WEIGHTED = frozenset({"linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "_grouped_mm", "grouped_mm", "embedding"})
+WEIGHTED = frozenset({"linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "_grouped_mm", "grouped_mm", "embedding",
+                      "low_rank_product", "adapted_product"})  # fmt: skip
 """Calls in which a parameter may be the weight of a layer."""
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foretell.plan import context_rules
+from foretell.plan.tensor import adapted as tensor_adapted
 from foretell.plan.tensor import products as tensor_products
 from foretell.plan.tensor import views as tensor_views
 from foretell.plan.tensor.types import (
@@ -347,7 +348,7 @@ def one_hot(s: Setting, x: Operand, num_classes: int = -1) -> Result:
 ALL: dict[str, Rule] = {
     **dict.fromkeys(LIKE_NUMBERS, elementwise), **dict.fromkeys(LIKE_SHAPES, like_shape),
     **dict.fromkeys(SHAPED_BY, shaped_by), **dict.fromkeys(OVER, over),
-    **tensor_views.RULES, **tensor_products.RULES,
+    **tensor_views.RULES, **tensor_products.RULES, **tensor_adapted.RULES,
     "dropout": dropout, "layer_norm": norm, "rms_norm": norm, "glu": glu, "pad": pad, "tril": last_two,
     "triu": last_two, "index_select": index_select, "gather": gather, "one_hot": one_hot,
 }  # fmt: skip

@@ -49,7 +49,7 @@ class Use(NamedTuple):
 
 def layer_use(name: str, position: int, dims: int) -> Use | None:
     """Of a weight that stands at this position of a call."""
-    if name == "linear" and position == 1:
+    if (name, position) in (("linear", 1), ("low_rank_product", 2), ("adapted_product", 2), ("adapted_product", 7)):
         return Use(0, 1)
     if name == "embedding" and position == 1:
         return Use(1, 0, True)

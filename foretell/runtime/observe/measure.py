@@ -35,6 +35,10 @@ from foretell.units import human_bytes
 
 SKIP_MOST = 5
 """Steps at the start that the summary leaves out: compiling, first allocations, cold caches."""
+LONG_STEPS = 60
+"""So often it is looked at whether steps take longer than predicted, and so many of them are looked at."""
+SLOWER_SHARE = 0.2
+"""Of the predicted step."""
 OWN_CONTEXT = 2 * 2**30
 """Bytes of a device that a process may hold beside its tensors."""
 
@@ -266,6 +270,21 @@ class Tally:
         """Median of the last steps, the first ones left out as long as there are others; 0 before the first."""
         kept = self.columns["seconds"][max(self.skipped, self.steps - count) :]
         return statistics.median(kept) if kept else 0.0
+
+
+class PredictedPace:
+    """Whether steps take for long what was not predicted of them."""
+
+    def __init__(self) -> None:
+        self._slow = False
+
+    def look(self, tally: Tally, predicted: float | None) -> float | None:
+        """Every `LONG_STEPS` steps: seconds of a step where it takes longer by `SLOWER_SHARE`, as it did at the look before."""
+        if predicted is None or tally.steps % LONG_STEPS or tally.steps == 0:
+            return None
+        seconds, before = tally.recent_seconds(LONG_STEPS), self._slow
+        self._slow = seconds > (1 + SLOWER_SHARE) * predicted
+        return seconds if self._slow and before else None
 
 
 def mfu(plan: Plan, seconds: float, peak: float | None) -> float | None:

@@ -79,12 +79,14 @@ class Job:
     def __init__(
         self, plan: Plan, ranks: Ranks, runner: Runner, place: Callable[[Batch], Batch], *,
         learning_rate: float | None = None, split: TensorParallel | None = None, away: OffloadedActivations | None = None,
-        scratch: str | Path | None = None, base: str = "", tables: Collection[str] = (),
+        scratch: str | Path | None = None, base: str = "", tables: Collection[str] = (), shapes: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.away = away
         """Activations that are moved, where any are."""
         self.base = base
         """Which weights the plan's adapters are trained on, by a digest; empty without adapters."""
+        self.shapes = shapes or {}
+        """With adapters: shape and dtype of all that is trained, on whichever rank."""
         self.plan, self.ranks, self.runner, self.place = plan, ranks, runner, place
         self.split = split
         """How tensors are split, where they are."""
@@ -335,6 +337,7 @@ def apply(
     model.train()
     plan = lowered(model, plan, paths, ranks.device)
     base = put_on(model, plan, start) if plan.adapters is not None and not adapted else ""
+    shapes = {name: (tuple(p.shape), p.dtype) for name, p in model.named_parameters() if p.requires_grad} if plan.adapters is not None else {}
     tables = names_of_tables(model) if plan.coded else ()
     if plan.precision == "bf16" and plan.adapters is None:
         prepare_precision(model, "bf16")
@@ -397,7 +400,7 @@ def apply(
             held_experts = [one.path for one in expert.apply(part, stacks, mesh).experts]
         shard.shard(part, blocks, plan, ranks, held_experts)
     return Job(plan, ranks, runner, place, learning_rate=learning_rate, split=split, away=away, scratch=scratch, base=base,
-               tables=tables)  # fmt: skip
+               tables=tables, shapes=shapes)  # fmt: skip
 
 
 def _in_chunks(workload: Workload, plan: Plan) -> Callable[[Workload], Tensor] | None:

@@ -53,8 +53,9 @@ _SPOKEN = (1, 2, 70, 130, 143)
 KILLED, HUNG, CRASHED, LOST, MEMORY = "killed", "hung", "crashed", "lost", "memory"
 """Faults of a run: a rank was ended by a signal; one holds the others up; one ended with a status and no word; ranks lost each
 other in a collective; one had too little device memory, and the run's plan takes less now."""
-TRANSIENT, CAUSE, TRAINS = "transient", "cause", "trains"
-"""Words of a rank to its launcher: it fails of something that may not come again; of what; its first step is done."""
+TRANSIENT, CAUSE, TRAINS, SLOWER = "transient", "cause", "trains", "slower"
+"""Words of a rank to its launcher: it fails of something that may not come again; of what; its first step is done; seconds of a step
+where they are for long more than the plan predicted."""
 
 
 @dataclass(frozen=True)

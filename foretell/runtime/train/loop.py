@@ -84,6 +84,7 @@ class TrainingRun:
         self.schedule = self.settings.schedule_for(self.plan)
         self.peak = measure.peak_flops(self.ranks.device, self.plan.precision)
         self.clock = measure.clock_of(self.ranks.device)
+        self.pace = measure.PredictedPace()
         self.tally, self.joules = Tally(), Joules(self.ranks.device)
         self.load = load.LoadMeter(os.getppid() if launch.is_rank() else None, gpus=self.ranks.device.type == "cuda")
         self._delayed, self._busy = delayed(), False
@@ -372,13 +373,15 @@ class TrainingRun:
             seconds=reading.seconds, backward_seconds=reading.backward_seconds, update_seconds=reading.update_seconds,
             mfu=share, **self._memory,
         )  # fmt: skip
+        predicted = self.plan.predicted.get("step_seconds") if applies(self.plan, self.ranks) else None
+        if (slow := self.pace.look(self.tally, predicted)) is not None:
+            launch.tell_launcher({launch.SLOWER: slow})
         if now - self._told < TELL_SECONDS and reading.step < self.settings.steps:
             return
         self._told = now
         if self.load.look():
             self._busy = bool(load.words(self.load.glance(), self._delay_share()))
         seconds = self.tally.recent_seconds() or reading.seconds
-        predicted = self.plan.predicted.get("step_seconds") if applies(self.plan, self.ranks) else None
         peak = self._memory.get("allocated_bytes")
         text = log.line(
             reading, self.settings.steps, rate=self.per_step / seconds, unit=self.unit,

@@ -89,7 +89,7 @@ def whole_of(model: nn.Module, plan: Plan) -> dict[str, TensorMeta]:
 
 def trained_of(job: Job) -> dict[str, TensorMeta]:
     """The same of a job with adapters, whose checkpoints have nothing else."""
-    return {f"{MODEL}/{name}": TensorMeta(tuple(p.shape), dtype_name(p.dtype)) for name, p in job.saved_parameters()}
+    return {f"{MODEL}/{name}": TensorMeta(shape, dtype_name(dtype)) for name, (shape, dtype) in job.shapes.items()}
 
 
 # --- what this rank has ----------------------------------------------------------------------------------------------
@@ -155,7 +155,9 @@ def local_of(tensor: Tensor) -> Tensor:
 def owned(job: Job) -> dict[str, nn.Parameter]:
     """Parameters of this rank that no earlier stage has, as they are between steps."""
     shard.reshard(job.parts)
-    return dict(job.runner.stages.owned_parameters() if isinstance(job.runner, Piped) else job.saved_parameters())
+    if not isinstance(job.runner, Piped):
+        return dict(job.saved_parameters())
+    return {name: p for name, p in job.runner.stages.owned_parameters() if p.requires_grad or job.plan.adapters is None}
 
 
 def _everything(job: Job, mine: Mapping[str, nn.Parameter]) -> list[_Held]:

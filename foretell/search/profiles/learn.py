@@ -82,15 +82,21 @@ def profile_of(hardware: Mapping[str, Any], cluster: Cluster) -> tuple[Profile |
 
 def predictor(plan: Plan, cluster: Cluster) -> Callable[[Profile], Time]:
     """The plan's step time as a function of the profile: traced once, costed each time."""
+    predict = predictor_on(plan, cluster)
+    return lambda profile: predict(profile, cluster)
+
+
+def predictor_on(plan: Plan, cluster: Cluster) -> Callable[[Profile, Cluster], Time]:
+    """The same for clusters of the same devices with other links."""
     device = cluster.device
     traces = Traces(capability=None if device.backend == "cpu" else device.compute_capability or (9, 0))
     kept = traces.of(plan, [KEEP])
     modes = {computed(mode) for mode in modes_of(plan, blocks_of(kept[KEEP])).values()} - {KEEP}
     kept |= traces.of(plan, sorted(modes))
 
-    def time(profile: Profile) -> Time:
+    def time(profile: Profile, on: Cluster) -> Time:
         options = Options(profile_of=lambda name: profile if name == profile.device else None)
-        found = predict_plan(kept, plan, cluster, options).time
+        found = predict_plan(kept, plan, on, options).time
         assert found is not None, "a profile with ops prices every plan"
         return found
 

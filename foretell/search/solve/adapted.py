@@ -1,11 +1,15 @@
-"""Plans that train adapters: tried one by one over the data axes, and with a smaller and smaller base where none fits."""
+"""Plans that train adapters: tried one by one, over the data axes first, or with the degrees that were asked for; and with a smaller
+and smaller base where none fits."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 
+from foretell.errors import UserError
 from foretell.plan.precision import low
+from foretell.plan.types import Mesh
 from foretell.search.solve.choice import Choice
 from foretell.search.solve.climb import Climb
 from foretell.search.solve.question import Question
@@ -18,12 +22,29 @@ RANK = 16
 
 def adapted(question: Question, patience: float) -> Choice:
     """The best plan with the adapters that were asked for; where none fits, with the base in bf16."""
+    question = replace(question, wishes=_as_fixed(question))
     found = question.into(Climb).answer(patience)
     for wishes in _in_bf16(question, question.wishes):
         if found.best is not None:
             break
         found = _noted(replace(question, wishes=wishes).into(Climb).answer(patience), "nothing fits with fp32 weights: precision bf16 was tried")
     return found
+
+
+def _as_fixed(question: Question) -> SearchConstraints:
+    """Where degrees are asked for, the meshes that have them: what they leave of the devices shares data."""
+    wishes, count = question.wishes, question.cluster.count
+    degrees = {axis: degree for axis, degree in wishes.fixed.items() if axis != "ep"}
+    if wishes.meshes or not any(degrees.get(axis, 1) > 1 for axis in ("tp", "pp", "cp")):
+        return wishes
+    rest, over = divmod(count, prod(degrees.values()))
+    if over or rest < 1:
+        raise UserError(f"{' and '.join(f'--{axis} {degree}' for axis, degree in degrees.items())} do not divide {count} devices", "other degrees")
+    free = [axis for axis in ("dp_shard", "dp_replicate") if axis not in degrees] if rest > 1 else []
+    if rest > 1 and not free:
+        raise UserError(f"the degrees that are asked for use {count // rest} of {count} devices", "leave --dp-shard or --dp-replicate out")
+    meshes = [Mesh(**degrees, **{axis: rest}) for axis in free] or [Mesh(**degrees)]
+    return replace(wishes, meshes=tuple(meshes))
 
 
 def or_adapted(nothing: Choice, question: Question, patience: float) -> Choice:

@@ -72,7 +72,7 @@ class Climb(Question):
 
     def answer(self, patience: float = float("inf")) -> Choice:
         for axis in ("cp", "ep"):
-            if (degree := self.wishes.fixed.get(axis, 1)) > 1:
+            if (degree := self.wishes.fixed.get(axis, 1)) > 1 and not self.wishes.meshes:
                 raise UserError(f"--{axis} {degree}: here plans are tried one by one, and none has {axis}", f"leave --{axis} out")
         law = self._lawful() if self.wishes.tokens is not None else None
         ended = engine.search(self, patience=patience, most=MOST_PLANS)
@@ -116,19 +116,20 @@ class Climb(Question):
     def deeper_meshes(self) -> Iterator[Mesh]:
         """With a tensor axis inside a node, with pipeline stages, and with both across nodes."""
         count, per_node = self.cluster.count, self.cluster.devices_per_node
-        if self.wishes.meshes or self.on_cpu or count == 1 or self.wishes.adapters is not None:
+        if self.wishes.meshes or self.on_cpu or count == 1:
             return
         why = self._why_deeper()
         if not why:
             self.remarks.append("tensor and pipeline parallelism were not tried: data parallelism fits and hardly waits")
             return
-        for tensor in (2, 8, 4):
+        whole = bool(self.wishes.base) or (self.wishes.adapters is not None and self.wishes.adapters.kind.startswith("dora"))
+        for tensor in () if whole else (2, 8, 4):
             if per_node % tensor == 0 and count % tensor == 0:
                 yield Mesh(tp=tensor, dp_shard=count // tensor)
         for stages in (2, 4, 8):
             if count % stages == 0 and stages <= len(self.blocks):
                 yield Mesh(pp=stages, dp_shard=count // stages)
-        if self.cluster.nodes > 1 and per_node <= 8 and self.cluster.nodes <= len(self.blocks):
+        if not whole and self.cluster.nodes > 1 and per_node <= 8 and self.cluster.nodes <= len(self.blocks):
             yield Mesh(pp=self.cluster.nodes, tp=per_node)
 
     def _why_deeper(self) -> bool:
@@ -156,6 +157,8 @@ class Climb(Question):
 
     def of_mesh(self, mesh: Mesh) -> Iterator[Tried]:
         """Plans of one mesh: larger and larger micro-batches, then with recomputation."""
+        if mesh.pp > 1 and not self.named:
+            self._learn(self.traces.of(self._plain(), [KEEP])[KEEP])
         base = Plan(
             model=self.named or model_of(self.source), hardware=self.hardware, mesh=mesh,
             precision=self.wishes.precision or default(self.cluster),
@@ -178,6 +181,13 @@ class Climb(Question):
             mode = next((residency.mode for residency in best.plan.blocks.values()), KEEP)
             for reshard in self.reshards(mesh)[1:]:
                 yield best.plan.with_(reshard=reshard, predicted={}), mode
+
+    def _plain(self) -> Plan:
+        """One device's, to learn of the model what stages are made of."""
+        return Plan(
+            model=model_of(self.source), hardware=self.hardware, precision=self.wishes.precision or default(self.cluster),
+            optimizer=self.wishes.optimizer, clip=self.wishes.clip, adapters=self.wishes.adapters, base=self.wishes.base,
+        )  # fmt: skip
 
     def _best(self, mesh: Mesh | None = None) -> Candidate | None:
         """The fastest so far, of one mesh or of all."""

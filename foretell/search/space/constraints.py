@@ -200,9 +200,11 @@ def _adapters(wishes: SearchConstraints) -> None:
         raise UserError(base_untrained(wishes.base.values()), "add --lora RANK, for example --lora 16")
     if wishes.adapters is None and not wishes.may_adapt:
         return
-    for axis in ("tp", "pp", "cp", "ep"):
-        if wishes.fixed.get(axis, 1) > 1:
-            raise UserError(f"--{axis} {wishes.fixed[axis]} and adapters are asked for: layers with an adapter are run whole", f"leave --{axis} out")
+    if wishes.fixed.get("ep", 1) > 1:
+        raise UserError(f"--ep {wishes.fixed['ep']} and adapters are asked for: experts have no adapters", "leave --ep out")
+    whole = "a packed base" if wishes.base else str(wishes.adapters.kind) if wishes.adapters and "dora" in wishes.adapters.kind else ""
+    if wishes.fixed.get("tp", 1) > 1 and whole:
+        raise UserError(f"--tp {wishes.fixed['tp']} and {whole} are asked for, which needs whole layers", "leave --tp out, or use --pp or --cp")
     for what, given in (("precision bf16-master", wishes.precision == MASTER), ("from", wishes.described is not None)):
         if given:
             raise UserError(f"--{what} does not go with adapters", "leave one of them out")

@@ -7,6 +7,7 @@ axis and the number of ranks. Of ranks that share positions the last is traced: 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -132,6 +133,7 @@ def capture_split(
     and how its layers are split; raises why where it cannot be. Without a split of layers the second is None.
     `context_rank` is the one that is traced, the last if not said."""
     at = context - 1 if context_rank is None else context_rank
+    build = build if recipe.adapters is None else functools.partial(_adapted, build, recipe)
     derived = _derived(build, ranks, sequence, loss, rules) if ranks > 1 else None
     shared = _shared(build, context) if context > 1 else None
     recorder = _Recorder(hints)
@@ -155,7 +157,7 @@ def capture_split(
             _refuse_routed(stacks)
             spread = expert.apply(workload.model, stacks, mesh["ep"], plain=True)
             recorder.groups[spread.crew.name] = ("ep", experts)
-        step = Step(workload, recipe, device_type="cpu", observer=recorder)
+        step = Step(workload, recipe, device_type="cpu", observer=recorder, adapted=recipe.adapters is not None)
         resident = capturing.resident_storages(recorder, step.workload)
         with recorder.modules(workload.model), real_masks(recorder):
             roles = capturing.train_once(recorder, step, resident)
@@ -168,6 +170,13 @@ def capture_split(
     if stacks:
         meta |= {"ep": experts, EXPERTS: [one.path for one in stacks]}
     return replace(trace, programs=_named(trace.programs), meta=meta), derived
+
+
+def _adapted(build: Callable[[], Workload], recipe: Recipe) -> Workload:
+    """With the recipe's adapters, as a run puts them on a model before it is split."""
+    workload = build()
+    step_of.put_adapters(workload.model, recipe)
+    return workload
 
 
 def _refuse_routed(stacks: Sequence[expert.Experts]) -> None:

@@ -12,7 +12,6 @@ All but bf16 are tables of plain bytes, rows of codes and rows of scales, as nf4
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 
 import torch
@@ -22,11 +21,11 @@ from torch import Tensor
 from foretell.trace.adapters.nf4 import (
     AT_ONCE,
     BLOCK,
-    has_triton,
     nf4_dequantize,
     nf4_quantize,
     nf4_scales,
     scaled_rows,
+    unpacked,
 )
 from foretell.trace.recipe import NF4_FORMATS
 
@@ -94,20 +93,8 @@ def _(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 )
 def byte_dequantize(codes: Tensor, scales: Tensor, shape: Sequence[int], dtype: torch.dtype, kind: str) -> Tensor:
     """The full weight, computed in fp32 and rounded to `dtype`."""
-    absmax, values, count = nf4_scales(scales, scales.new_empty((0,))), _values(kind, codes.device), math.prod(shape)
-    found = torch.empty(count, dtype=dtype, device=codes.device)
-    if codes.is_cuda and count and has_triton():
-        from foretell.trace.adapters.kernel import unpack as unpack_on_cuda
-
-        unpack_on_cuda(codes.contiguous(), absmax, values, found, 8)
-        return found.view(tuple(shape))
-    for first in range(0, len(codes), AT_ONCE):
-        rows = codes[first : first + AT_ONCE]
-        some = values.index_select(0, rows.reshape(-1).int()).view(-1, BLOCK)
-        some.mul_(absmax[first : first + len(rows), None])
-        into = found[first * BLOCK : (first + len(rows)) * BLOCK]
-        into.copy_(some.view(-1)[: into.numel()])
-    return found.view(tuple(shape))
+    values = _values(kind, codes.device)
+    return unpacked(codes, nf4_scales(scales, scales.new_empty((0,))), values, values, shape, dtype)
 
 
 @byte_dequantize.register_fake

@@ -21,12 +21,12 @@ from foretell.errors import ModelError
 from foretell.trace.adapters import functions
 from foretell.trace.adapters.formats import pack, unpack
 from foretell.trace.adapters.functions import (
-    AdaptedProduct,
-    DoraProduct,
-    LowRankProduct,
-    PackedProduct,
+    adapted_product,
     autocast_dtype,
+    dora_product,
+    low_rank_product,
     no_autocast,
+    packed_product,
 )
 from foretell.trace.recipe import Adapters
 
@@ -38,6 +38,8 @@ class AdaptedLinear(nn.Module):
     lora_B: nn.Parameter
     lora_magnitude: nn.Parameter
     lora_adapter: Adapters
+    lora_scales: tuple[float, float]
+    """The adapter's scale, as what the small product is multiplied by and what the wide one is."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.lora_in_pieces(x):
@@ -57,14 +59,14 @@ class AdaptedLinear(nn.Module):
         return _below(type(self)) is nn.Linear and (self.bias is None or not self.bias.requires_grad) and self.lora_held(x) is not None
 
     def lora_held(self, x: Tensor) -> tuple[Any, ...] | None:
-        """The frozen weight as `AdaptedProduct` takes it; None where it is none."""
+        """The frozen weight as `adapted_product` takes it; None where it is none."""
         weight: Tensor = self.weight  # type: ignore[assignment]
         return (weight, None, None, None, (), "") if not weight.requires_grad and weight.dtype == x.dtype else None
 
     def lora_whole(self, x: Tensor, round_first: bool = False) -> Tensor:
         """Base and adapter at once, in pieces."""
-        adapter = (self.lora_A, self.lora_B, self.lora_adapter.scale, round_first)
-        return AdaptedProduct.apply(x, *adapter, self.bias, *(self.lora_held(x) or ()))  # type: ignore[no-any-return]
+        adapter = (self.lora_A, self.lora_B, *self.lora_scales, round_first)
+        return adapted_product(x, *adapter, self.bias, *(self.lora_held(x) or ()))  # type: ignore[arg-type]
 
     def lora_base(self, x: Tensor) -> Tensor:
         """What the layer computed before."""
@@ -76,14 +78,18 @@ class AdaptedLinear(nn.Module):
         how, dtype = self.lora_adapter, autocast_dtype(x) or self.lora_A.dtype
         dropped = F.dropout(self.lora_input(x), how.dropout, self.training) if how.dropout and self.training else x
         if how.kind in ("lora", "rslora"):
-            found: Tensor = LowRankProduct.apply(dropped, self.lora_A, self.lora_B, how.scale, dtype)
-            return found
+            return low_rank_product(dropped, self.lora_A, self.lora_B, *self.lora_scaling(dtype), dtype)
         wide = self.lora_input(x).dtype
         bias = getattr(self, "bias", None)
         if dropped is not x:  # the base takes what the adapter takes
             result, bias = F.linear(dropped, self.lora_rows().to(wide)), None
         norm = self.lora_norms(wide)
-        return DoraProduct.apply(dropped, result, bias, self.lora_A, self.lora_B, self.lora_magnitude, norm, how.scale, dtype)  # type: ignore[no-any-return]
+        return dora_product(dropped, result, bias, self.lora_A, self.lora_B, self.lora_magnitude, norm, how.scale, dtype)
+
+    def lora_scaling(self, dtype: torch.dtype) -> tuple[float, float]:
+        """`lora_scales`; at the wide product where a compiler fuses it with what follows, and in fp16, whose exponents are few."""
+        wide = dtype is torch.float16 or torch.compiler.is_compiling()
+        return (1.0, self.lora_adapter.scale) if wide else self.lora_scales
 
     def lora_input(self, x: Tensor) -> Tensor:
         return x.to(self.lora_A.dtype)
@@ -145,7 +151,7 @@ class PackedLinear(AdaptedLinear):
         given, dtype = x.dtype, autocast_dtype(x) or x.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
         packed = (self.base_codes, self.base_scales, self.base_nested, self.base_shape, self.base_kind)
-        return PackedProduct.apply(x.to(dtype), *packed, bias).to(given)  # type: ignore[no-any-return]
+        return packed_product(x.to(dtype), *packed, bias).to(given)
 
 
 # ---------------------------------------------------------------- putting it on
@@ -183,6 +189,8 @@ def add_adapter(layer: Any, adapters: Adapters, *, packed: bool) -> None:
     layer.lora_B = nn.Parameter(like.new_zeros((out_features, adapters.rank), dtype=dtype))
     nn.init.kaiming_uniform_(layer.lora_A, a=math.sqrt(5))
     layer.lora_adapter = adapters
+    exact = math.frexp(adapters.scale)[0] == 0.5  # a power of two, which changes no digit wherever it is applied
+    layer.lora_scales = (adapters.scale, 1.0) if exact else (1.0, adapters.scale)
     layer.__class__ = _adapted(kind, packed)
     if adapters.kind.startswith("dora"):
         with torch.no_grad():

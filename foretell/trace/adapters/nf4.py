@@ -130,19 +130,24 @@ def nf4_scales(scales: Tensor, nested: Tensor) -> Tensor:
 )  # fmt: skip
 def nf4_dequantize(packed: Tensor, scales: Tensor, nested: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """The full weight, computed in fp32 and rounded to `dtype`."""
-    absmax, pairs, count = nf4_scales(scales, nested), _pairs(packed.device), math.prod(shape)
-    found = torch.empty(count, dtype=dtype, device=packed.device)
-    if packed.is_cuda and count and has_triton():
+    return unpacked(packed, nf4_scales(scales, nested), _pairs(packed.device), _codebook(packed.device), shape, dtype)
+
+
+def unpacked(codes: Tensor, absmax: Tensor, values: Tensor, table: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A weight from rows of codes and their scales. `values` are what each byte stands for, `table` what each code does."""
+    count = math.prod(shape)
+    found = torch.empty(count, dtype=dtype, device=codes.device)
+    if codes.is_cuda and count and has_triton():
         from foretell.trace.adapters.kernel import unpack
 
-        unpack(packed.contiguous(), absmax, _codebook(packed.device), found, 4)
+        unpack(codes.contiguous(), absmax, table, found, 8 * codes.shape[1] // BLOCK)
         return found.view(tuple(shape))
-    for first in range(0, len(packed), AT_ONCE):
-        rows = packed[first : first + AT_ONCE]
-        values = pairs.index_select(0, rows.reshape(-1).int()).view(-1, BLOCK)
-        values.mul_(absmax[first : first + len(rows), None])
+    for first in range(0, len(codes), AT_ONCE):
+        rows = codes[first : first + AT_ONCE]
+        some = values.index_select(0, rows.reshape(-1).int()).view(-1, BLOCK)
+        some.mul_(absmax[first : first + len(rows), None])
         into = found[first * BLOCK : (first + len(rows)) * BLOCK]
-        into.copy_(values.view(-1)[: into.numel()])
+        into.copy_(some.view(-1)[: into.numel()])
     return found.view(tuple(shape))
 
 

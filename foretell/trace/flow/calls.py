@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 OPENED = frozenset({"multi_head_attention_forward"})
 """Functions written in Python that are recorded, and run, as the calls they are made of."""
+ADAPTED_CALLS = frozenset({"packed_product", "low_rank_product", "adapted_product", "dora_product"})
+"""Calls of layers with an adapter, which are one call each and have rules (`plan.tensor.adapted`)."""
 CUSTOM = "custom function"
 """How the name of a call of the user's own `torch.autograd.Function` begins."""
 

@@ -11,7 +11,18 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from foretell.errors import ForetellError, ModelError
-from foretell.trace.flow.calls import CUSTOM, OPENED, Call, Flow, FlowValue, SliceKey, ValueRef, call_name, opened
+from foretell.trace.flow.calls import (
+    ADAPTED_CALLS,
+    CUSTOM,
+    OPENED,
+    Call,
+    Flow,
+    FlowValue,
+    SliceKey,
+    ValueRef,
+    call_name,
+    opened,
+)
 from foretell.trace.record.recorder import Recorder
 from foretell.trace.record.step import Workload, compute_loss
 
@@ -69,7 +80,11 @@ class _CallWatch(TorchFunctionMode):
         if name in OPENED and not self._muted:
             with self:
                 return opened(func)(*args, **kwargs)
-        output = func(*args, **kwargs)
+        self._muted += name in ADAPTED_CALLS
+        try:
+            output = func(*args, **kwargs)
+        finally:
+            self._muted -= name in ADAPTED_CALLS
         if not self._muted:
             self._note(name, args, kwargs, args[0] if name in _WRITES else output)
         return output

@@ -60,10 +60,10 @@ class _Scaler(torch.amp.GradScaler):
 
 
 class Step:
-    """A prepared step: `micro_batch()` any number of times, then `update()`; or `evaluate()`."""
+    """A prepared step: `micro_batch()` any number of times, then `update()`; or `evaluate()`. `adapted`: see `put_adapters`."""
 
     def __init__(
-        self, workload: Workload, recipe: Recipe, *, device_type: str, observer: Observer | None = None
+        self, workload: Workload, recipe: Recipe, *, device_type: str, observer: Observer | None = None, adapted: bool = False
     ) -> None:
         if recipe.precision in _THROUGHOUT:
             workload = replace(workload, batch=cast_floats(workload.batch, _THROUGHOUT[recipe.precision]))
@@ -81,7 +81,10 @@ class Step:
         if any(isinstance(one, UninitializedTensorMixin) for one in (*self.model.parameters(), *self.model.buffers())):
             with torch.no_grad():  # lazy modules learn their sizes from a first batch
                 call_model(self.model, workload.batch)
-        prepare_weights(self.model, recipe.precision, recipe.adapters, recipe.base)
+        if not adapted:
+            prepare_weights(self.model, recipe.precision, recipe.adapters, recipe.base)
+        elif recipe.precision in _SHARDED:
+            prepare_precision(self.model, recipe.precision)
         for name, parameter in self.model.named_parameters():
             if recipe.mode == "infer" or any(name.startswith(prefix) for prefix in recipe.freeze):
                 parameter.requires_grad_(False)
@@ -300,6 +303,11 @@ def prepare_weights(model: nn.Module, precision: str, adapters: Adapters | None 
     prepare_precision(model, precision)
     if adapters is not None and precision not in _SHARDED:
         adapt(model, adapters, base)
+
+
+def put_adapters(model: nn.Module, recipe: Recipe) -> None:
+    """A recipe's adapters on a model whose step is prepared later, with `adapted`: shards are cast as they are gathered, then."""
+    prepare_weights(model, recipe.precision if recipe.precision in _THROUGHOUT else "fp32", recipe.adapters, recipe.base)
 
 
 def prepare_precision(model: nn.Module, precision: str) -> None:

@@ -87,12 +87,14 @@ class GPT(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+    def forward(self, input_ids: Tensor, positions: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
+        """`positions`, (1, time): of tokens that are not the first ones, or of several sequences; `keep`: whose logits are wanted."""
+        if positions is None:
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.dropout(self.tokens(input_ids) + self.positions(positions))
         for block in self.blocks:
             x = block(x)
-        return F.linear(self.norm(x), self.tokens.weight)
+        return F.linear(self.norm(x if keep is None else x[:, keep]), self.tokens.weight)
 
 
 def build(

@@ -21,9 +21,9 @@ class Rotary(nn.Module):
         self.head_dim = head_dim
         self.theta = theta
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         exponent = torch.arange(0, self.head_dim, 2, device=x.device, dtype=torch.float32) / self.head_dim
-        position = torch.arange(x.shape[1], device=x.device, dtype=torch.float32)
+        position = torch.arange(x.shape[1], device=x.device, dtype=torch.float32) if positions is None else positions[0].float()
         angle = torch.outer(position, self.theta**-exponent)
         return angle.cos(), angle.sin()
 
@@ -114,12 +114,13 @@ class Llama(nn.Module):
             if p.dim() == 2:
                 nn.init.normal_(p, std=residual_std if name.endswith(("out.weight", "down.weight")) else 0.02)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
+        """`positions`, (1, time): of tokens that are not the first ones, or of several sequences; `keep`: whose logits are wanted."""
         x = self.tokens(input_ids)
-        cos, sin = self.rotary(x)
+        cos, sin = self.rotary(x, positions)
         for block in self.blocks:
             x = block(x, cos, sin)
-        x = self.norm(x)
+        x = self.norm(x if keep is None else x[:, keep])
         return F.linear(x, self.tokens.weight) if self.head is None else self.head(x)
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foretell.plan.tensor.adapted import APART
 from foretell.plan.tensor.types import PARTIAL, Shard
 from foretell.runtime.parallel.context.special import CONTEXT
 from foretell.runtime.parallel.tensor.exchange import TensorGroup
@@ -41,6 +42,11 @@ def randomly(team: TensorGroup, func: Any, *args: Any, **kwargs: Any) -> Any:
         return func(*args, **kwargs)  # fake, or a compiler's: no number can be drawn now
     with team.own_random(first.device):
         return func(*args, **kwargs)
+
+
+def apart(_: TensorGroup, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Python code gets this rank's parts as tensors like any other: it would keep them for its backward as they came."""
+    return func(*(x.view_as(x) if isinstance(x, Tensor) and hasattr(x, "_spec") else x for x in args), **kwargs)
 
 
 def cross_entropy_classes(
@@ -106,5 +112,5 @@ def _expand(_: TensorGroup, __: Any, x: Tensor, shape: Any) -> Tensor:
 
 SPECIAL: dict[str, Callable[..., Any]] = {
     "embedding": embedding, "random": randomly, "cross_entropy_classes": cross_entropy_classes,
-    "cross_entropy_rows": cross_entropy_rows, "reshape": _reshape, "expand": _expand, **CONTEXT,
+    "cross_entropy_rows": cross_entropy_rows, "reshape": _reshape, "expand": _expand, APART: apart, **CONTEXT,
 }  # fmt: skip

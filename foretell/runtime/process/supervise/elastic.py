@@ -1,7 +1,8 @@
-"""As many ranks as there are: plans of one run for other numbers of them, and a file that says how many there may be now.
+"""Other plans of a run that goes on: for as many ranks as there are, or since steps take longer than predicted.
 
     a rank dies again and again ─┐
-    the file says another number ┴─► the plan for as many ─► the run folder ─► ranks that resume from the newest checkpoint
+    the file says another number ┼─► the planner ─► another plan ─► the run folder ─► ranks that resume from the newest checkpoint
+    steps are slow for long ─────┘
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from types import TracebackType
 
 from foretell.errors import UserError
@@ -18,30 +20,44 @@ from foretell.plan import file as plans
 from foretell.plan.types import Plan
 from foretell.runtime.process import launch
 from foretell.runtime.process.supervise.notices import LOOK_SECONDS
-from foretell.runtime.train.folder import PLAN, refuse_other_course, settle
+from foretell.runtime.train.folder import PLAN, note_fault, refuse_other_course, settle
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
+_ROWS = 6
+"""Of what ranks took, the last so many: half a minute."""
 MOST_BYTES = 64
 """Of a file with one number."""
 
 PlanFor = Callable[[Plan, Sequence[int]], Plan]
 """A plan of the same training for one of these numbers of ranks; raises where there is none."""
+Answer = tuple[Plan | None, str, Mapping[str, float | None]]
+"""A better plan, or none; why; and figures of it."""
+Better = Callable[[Plan, float, float], Answer]
+"""Asked with a plan, the seconds of its step and those of its messages, as measured."""
 
 
 class Elastic:
     """The plans of one run. Numbers of ranks go up to that of the plan it was started with."""
 
-    def __init__(self, plan: Plan, plan_for: PlanFor, out: Path, say: Callable[[str], None], where: Path | None = None) -> None:
-        """`where` is the file."""
-        self.first, self.plan_for, self.out, self.say, self.where = plan, plan_for, out, say, where
+    def __init__(
+        self, plan: Plan, plan_for: PlanFor | None, out: Path, say: Callable[[str], None], where: Path | None = None, better: Better | None = None
+    ) -> None:  # fmt: skip
+        """`plan_for` makes plans for other numbers of ranks, where there may be; `where` is the file. `better` is asked where steps are slow."""
+        self.first, self.plan_for, self.out, self.say, self.where, self.better = plan, plan_for, out, say, where, better
         self.plans: dict[int, Plan | None] = {plan.mesh.world: plan}
+        self.plan = plan
+        """The run's."""
         self._devices = os.environ.get(DEVICES)
         self.now = plan.mesh.world
         """Ranks that the run has."""
         self.next: Plan | None = None
-        """Under which it is to go on, since the file says so."""
+        """Under which it is to go on, and why; what a row of `faults.jsonl` says besides."""
+        self.why, self.figures = "", dict[str, float | None]()
+        self._slow: float | None = None
+        """Seconds of a step that are more than predicted, until it was looked for another plan."""
         self.trains = False
         """Whether the ranks train: from then on a plan for one less is looked for, so that it is there when it is needed."""
+        self._slow_under: Plan | None = None
         self._heard: int | None = None
         """The file's time when a rank was given up: what it said until then counted that one."""
         self._done, self._turn, self._told = threading.Event(), threading.Lock(), ""
@@ -73,11 +89,12 @@ class Elastic:
 
     def most(self, ranks: int) -> Plan | None:
         """The plan for as many ranks, or the next smaller number that has one; the one that the run began with is not looked for again."""
+        plan_for = self.plan_for
         for world in range(min(ranks, self.first.mesh.world), 0, -1):
             with self._turn:
                 if world not in self.plans:
                     try:
-                        self.plans[world] = self.plan_for(self.first, (world,))
+                        self.plans[world] = plan_for(self.first, (world,)) if plan_for is not None else None
                     except UserError as error:
                         self.plans[world] = None
                         self.say(error.problem)
@@ -90,7 +107,8 @@ class Elastic:
         stored = plans.read(self.out / PLAN)
         refuse_other_course(self.out, stored, plan)
         settle(self.out, plan)
-        self.now, self.next = plan.mesh.world, None
+        self.now, self.next, self.plan, self._slow = plan.mesh.world, None, plan, None
+        self.plans[self.now] = plan
 
     def leave_out(self, ranks: Sequence[int]) -> None:
         """They are gone, and their devices are not used any more, until the file is written anew."""
@@ -106,6 +124,31 @@ class Elastic:
             os.environ[DEVICES] = self._devices
         else:
             os.environ.pop(DEVICES, None)
+
+    def slower(self, seconds: float) -> None:
+        """Steps take so long, which is for long more than was predicted. Looked for once under a plan."""
+        if self._slow_under is not self.plan:
+            self._slow, self._slow_under = seconds, self.plan
+
+    def _look_for_better(self, seconds: float, better: Better) -> None:
+        self._slow = None
+        plan = self.plan
+        found, why, figures = better(plan, seconds, self._message_seconds(seconds))
+        self.why, self.figures = why, dict(figures)
+        if plan is not self.plan:
+            return  # it is another one by now
+        if found is None:
+            self.say(f"steps take {seconds * 1e3:.3g} ms, longer than predicted: {why}")
+            note_fault(self.out, "not replanned", seconds=seconds, why=why, **figures)
+        else:
+            self.next = found
+
+    def _message_seconds(self, step_seconds: float) -> float:
+        """What messages themselves take of a step: the rank that waits least waits for them alone. 0 where nothing was recorded."""
+        from foretell.runtime.detect.history import read_history  # brings numpy
+
+        rows = [row for row in read_history(self.out) if len(row.waited) == self.now][-_ROWS:]
+        return min(0.95 * step_seconds, median(min(row.waited) for row in rows)) if rows and self.now > 1 else 0.0
 
     def _time(self) -> int | None:
         """When the file was written last."""
@@ -134,7 +177,9 @@ class Elastic:
                 if wanted is not None and self.next is None and min(wanted, self.first.mesh.world) != self.now:
                     found = self.most(wanted)
                     if found is not None and found.mesh.world != self.now:
-                        self.next = found
+                        self.why, self.figures, self.next = f"{self.where} says so", {}, found
+                if self._slow is not None and self.next is None and self.better is not None:
+                    self._look_for_better(self._slow, self.better)
             except UserError as error:
                 said = error.problem
             if said and said != self._told:

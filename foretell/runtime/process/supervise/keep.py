@@ -12,7 +12,7 @@ from typing import Any
 
 from foretell.plan.types import Plan
 from foretell.runtime.process.blame import TIMEOUT_SECONDS, Limits
-from foretell.runtime.process.launch import TRAINS, Launcher, RunEnded
+from foretell.runtime.process.launch import SLOWER, TRAINS, Launcher, RunEnded
 from foretell.runtime.process.signals import exit_status
 from foretell.runtime.process.supervise import reaper
 from foretell.runtime.process.supervise.budget import RestartBudget
@@ -53,6 +53,8 @@ class Supervision:
     """Whether the run may go on with another number of ranks."""
     ranks: Path | None = None
     """A file that says with how many."""
+    replan: bool = False
+    """Whether another plan is looked for where steps take longer than predicted."""
 
 
 class Keeper:
@@ -129,9 +131,9 @@ class Keeper:
             launcher.leave()
 
     def _resized(self, launcher: Launcher) -> float:
-        """The file says another number of ranks, and those that there were have saved and left."""
+        """There is another plan, and the ranks have saved and left."""
         assert self.elastic is not None and self.elastic.next is not None
-        self._go_over(self.elastic.next, launcher, f"{self.elastic.where} says so")
+        self._go_over(self.elastic.next, launcher, self.elastic.why, **self.elastic.figures)
         return 0.0
 
     def _without(self, fault: RunFault, launcher: Launcher) -> float | None:
@@ -147,19 +149,21 @@ class Keeper:
         self._go_over(plan, launcher, f"{named} did not come back after {self.how.restarts} {'restart' if self.how.restarts == 1 else 'restarts'}")
         return 0.0
 
-    def _go_over(self, plan: Plan, launcher: Launcher, why: str) -> None:
-        """From here on the run has the plan's ranks."""
+    def _go_over(self, plan: Plan, launcher: Launcher, why: str, **figures: float | None) -> None:
+        """From here on the run has the plan, and its ranks."""
         assert self.elastic is not None
         before, kept = launcher.world, self._kept()
         self.elastic.go_over(plan)
         launcher.world, self._changed = plan.mesh.world, True
-        self.budget, self._dead = RestartBudget(self.how.restarts), set()
+        if self.elastic.now != before:
+            self.budget, self._dead = RestartBudget(self.how.restarts), set()
         where = f"from the checkpoint of step {kept}" if kept is not None else "from the start: there is no checkpoint yet"
         axes = " × ".join(f"{axis} {size}" for axis, size in asdict(plan.mesh).items() if size > 1) or "one process"
         said = f"{axes}, micro-batches of {plan.micro_batch}, {plan.accumulate} a step: the same samples in the same order"
-        self.say(f"{before} → {launcher.world} ranks, since {why}: {said}; {where}")
-        note_fault(self.out, "resized", before=before, ranks=launcher.world, why=why, checkpoint=kept, mesh=asdict(plan.mesh),
-                   micro_batch=plan.micro_batch, accumulate=plan.accumulate)  # fmt: skip
+        what = f"{before} → {launcher.world} ranks" if before != launcher.world else "another plan"
+        self.say(f"{what}, since {why}: {said}; {where}")
+        note_fault(self.out, "resized" if before != launcher.world else "replanned", before=before, ranks=launcher.world, why=why, checkpoint=kept,
+                   mesh=asdict(plan.mesh), micro_batch=plan.micro_batch, accumulate=plan.accumulate, **figures)  # fmt: skip
 
     def _pause(self, fault: RunFault) -> float | None:
         """Tell of a fault; how long to wait before the next start, None where there is none."""
@@ -195,6 +199,8 @@ class Keeper:
     def _told(self, rank: int, said: Mapping[str, Any]) -> None:
         """The first step after a restart is done."""
         noticed, step, at = self._noticed, said.get(TRAINS), said.get("at")
+        if rank == 0 and self.elastic is not None and isinstance(slow := said.get(SLOWER), float):
+            self.elastic.slower(slow)
         if rank != 0 or type(step) is not int or not isinstance(at, float):
             return
         self._trains = True

@@ -1,0 +1,1 @@
+"""`foretell serve`."""

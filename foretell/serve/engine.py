@@ -1,0 +1,143 @@
+"""The engine: requests in, tokens out, one step after another, by the scheduler that also foretells it."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import nn
+
+from foretell.errors import UserError
+from foretell.serve.runner import StepRunner
+from foretell.serve.sampling import ChosenToken, Sampling
+from foretell.simulate.serving.pages import Pages
+from foretell.simulate.serving.scheduler import Scheduler, StepLimits
+from foretell.simulate.serving.scheduler import Sequence as Scheduled
+
+LENGTH, STOP, CANCELLED = "length", "stop", "cancelled"
+"""Why an answer ended."""
+
+
+@dataclass(eq=False)
+class Completion:
+    """One request and its answer so far."""
+
+    number: int
+    prompt: tuple[int, ...]
+    how: Sampling
+    scheduled: Scheduled
+    tokens: list[ChosenToken] = field(default_factory=list)
+    """Of the answer."""
+    ended: str = ""
+
+    @property
+    def ids(self) -> list[int]:
+        return [one.id for one in self.tokens]
+
+
+class TokenEvent(NamedTuple):
+    """A token of a request, or its end (then there may be none)."""
+
+    generation: Completion
+    token: ChosenToken | None
+    ended: str
+
+
+class ServingEngine:
+    """A model on one device, its pages, and who is served."""
+
+    def __init__(self, model: nn.Module, *, pages: int, size: int = 16, limits: StepLimits, share: bool = True, check: bool = True) -> None:
+        self.runner = StepRunner(model, pages, size, check=check)
+        self.scheduler = Scheduler(Pages(pages, size), limits)
+        self.share = share
+        self.longest = min(self.scheduler.longest, self.runner.context)
+        """Tokens of a request, prompt and answer, at most."""
+        self._numbers = itertools.count()
+        self._under_way: dict[Scheduled, Completion] = {}
+
+    @property
+    def idle(self) -> bool:
+        return not self._under_way
+
+    def submit(self, prompt: Sequence[int], how: Sampling, salt: str = "") -> Completion:
+        """A request; refused where it could never be finished. Prompts of one salt share pages of what they begin with."""
+        if any(not 0 <= one < self.runner.words for one in prompt):
+            raise UserError(f"a prompt has token {max(prompt, key=abs)}, and the model has {self.runner.words}", "tokens of its own vocabulary")
+        if len(prompt) + how.most > self.longest:
+            room = f"at most {self.longest - how.most} tokens of prompt" if how.most < self.longest else f"fewer than {self.longest} tokens of answer"
+            raise UserError(f"{len(prompt)} tokens of prompt and {how.most} of answer, and there is room for {self.longest}", room)
+        number = next(self._numbers)
+        scheduled = Scheduled(number, len(prompt), how.most)
+        made = Completion(number, tuple(prompt), how, scheduled)
+        if self.share:
+            scheduled.key = self._keys(made, salt)
+        self.scheduler.add(scheduled)
+        self._under_way[scheduled] = made
+        return made
+
+    def cancel(self, generation: Completion) -> None:
+        """Nobody wants the rest; its pages are free from the next step on."""
+        if self._under_way.pop(generation.scheduled, None) is not None:
+            generation.ended = CANCELLED
+            self.scheduler.end(generation.scheduled)
+
+    def step(self) -> list[TokenEvent]:
+        """Compute the next step; the tokens it gave."""
+        step = self.scheduler.step()
+        if not step:
+            return []
+        made = [self._under_way[row.sequence] for row in step]
+        sampling = [one for one, row in zip(made, step, strict=True) if row.samples]
+        asked = [(one.how, len(one.tokens)) for one in sampling]
+        tokens = self.runner.run(step, [_row(one, row.start, row.count) for one, row in zip(made, step, strict=True)], asked)
+        self.scheduler.done(step)
+        return [self._taken(one, token) for one, token in zip(sampling, tokens, strict=True)]
+
+    def generate(self, prompts: Sequence[Sequence[int]], how: Sampling | Sequence[Sampling]) -> list[Completion]:
+        """Answers to all of some prompts."""
+        each = [how] * len(prompts) if isinstance(how, Sampling) else list(how)
+        made = [self.submit(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
+        while not self.idle:
+            self.step()
+        return made
+
+    def close(self) -> None:
+        """The model is as it was."""
+        self.runner.packed.release()
+
+    def _taken(self, one: Completion, token: ChosenToken) -> TokenEvent:
+        if token.id in one.how.stop_tokens:
+            one.ended = STOP
+        else:
+            one.tokens.append(token)
+            if len(one.tokens) >= one.how.most:
+                one.ended = LENGTH
+        if one.ended:
+            self._under_way.pop(one.scheduled)
+            self.scheduler.end(one.scheduled)
+        return TokenEvent(one, None if one.ended == STOP else token, one.ended)
+
+    def _keys(self, one: Completion, salt: str) -> Callable[[int], bytes]:
+        """Of each full page: a digest of all tokens up to its end."""
+        size = self.scheduler.pages.size
+        known: list[bytes] = []
+
+        def key(place: int) -> bytes:
+            while len(known) <= place:
+                before = known[-1] if known else salt.encode()
+                page = _row(one, len(known) * size, size)
+                known.append(hashlib.sha256(before + b"," + b",".join(str(token).encode() for token in page)).digest())
+            return known[place]
+
+        return key
+
+
+def _row(one: Completion, start: int, count: int) -> list[int]:
+    """Tokens of prompt and answer."""
+    end, prompt = start + count, len(one.prompt)
+    if end <= prompt:
+        return list(one.prompt[start:end])
+    return [*one.prompt[start:], *(token.id for token in one.tokens[max(0, start - prompt) : end - prompt])]

@@ -1,0 +1,156 @@
+"""One step on tensors: tokens packed into one row, keys and values written to pages, attention over them, logits, tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from foretell.errors import ModelError
+from foretell.serve.sampling import ChosenToken, Sampling, choose
+from foretell.simulate.serving.scheduler import Step
+from foretell.trace.serving.packed import REMEDY, Cached, How, Packed, layers_of
+
+PROBE_TOKENS = 12
+"""Of the prompt that pages and the model's own forward must agree on."""
+AGREES = {torch.float32: 1e-3, torch.bfloat16: 8e-2, torch.float16: 2e-2}
+"""Of the largest logit: how far both may be apart."""
+
+
+class KvPool:
+    """Keys and values of all layers, page by page."""
+
+    def __init__(self, layers: Sequence[Cached], pages: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.size, self.layers = size, layers
+        slots = pages * size
+        self.keys = [torch.zeros(slots, one.heads, one.key, dtype=dtype, device=device) for one in layers]
+        self.values = [torch.zeros(slots, one.heads, one.value, dtype=dtype, device=device) for one in layers]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.nbytes for one in (*self.keys, *self.values))
+
+
+class _Rows:
+    """Where the tokens of one step are and what they attend to; the attention of every layer."""
+
+    def __init__(self, pool: KvPool, step: Step, device: torch.device) -> None:
+        self.pool = pool
+        self.rows: list[tuple[int, int, int, Tensor]] = []
+        written, first = [], 0
+        for sequence, start, count in step:
+            pages = torch.tensor(sequence.pages)
+            places = torch.arange(start + count)
+            slots = (pages[places // pool.size] * pool.size + places % pool.size).to(device)
+            written.append(slots[start:])
+            self.rows.append((first, count, start, slots))
+            first += count
+        self.written = torch.cat(written)
+
+    def __call__(self, how: How, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        keys, values = self.pool.keys[how.layer], self.pool.values[how.layer]
+        keys.index_copy_(0, self.written, key.to(keys.dtype))
+        values.index_copy_(0, self.written, value.to(values.dtype))
+        found = []
+        for first, count, start, slots in self.rows:
+            near = slots if how.window is None else slots[max(0, start + 1 - how.window) :]
+            mine, its = keys.index_select(0, near), values.index_select(0, near)
+            found.append(attended(how, query[first : first + count], mine, its, start + count - len(near)))
+        return torch.cat(found)
+
+
+def attended(how: How, query: Tensor, key: Tensor, value: Tensor, gone: int) -> Tensor:
+    """Attention of the last tokens of a sequence to those before them; `gone` first ones are left out of `key`. The reference."""
+    count, total = query.shape[0], key.shape[0]
+    place = torch.arange(total - count, total, device=query.device)[:, None]
+    other = torch.arange(total, device=query.device)[None]
+    seen = other <= place
+    if how.window is not None:
+        seen &= other > place - how.window
+    q, k, v = (one.transpose(0, 1)[None] for one in (query, key.to(query.dtype), value.to(query.dtype)))
+    grouped = q.shape[1] != k.shape[1]
+    if how.cap is None:
+        mask = None if bool(seen.all()) else seen
+        found = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=how.scale, enable_gqa=grouped)
+        return found[0].transpose(0, 1)
+    if grouped:
+        k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], 1) for one in (k, v))
+    scores = (q @ k.transpose(-2, -1)) * how.scale
+    scores = torch.tanh(scores / how.cap) * how.cap
+    shares = scores.masked_fill(~seen, -math.inf).softmax(-1, dtype=torch.float32).to(v.dtype)
+    return (shares @ v)[0].transpose(0, 1)
+
+
+class StepRunner:
+    """A model, its pages and the device they are on."""
+
+    def __init__(self, model: nn.Module, pages: int, size: int, *, check: bool = True) -> None:
+        self.model = model.eval()
+        first = next(model.parameters())
+        self.device, self.dtype = first.device, first.dtype
+        self.words, self.context = _words(model), _context(model)
+        self.packed = Packed(model)
+        self.layers = layers_of(self.packed, self.device)
+        self.pool = KvPool(self.layers, pages, size, self.dtype, self.device)
+        if check:
+            self._agrees()
+
+    def run(self, step: Step, tokens: Sequence[Sequence[int]], asked: Sequence[tuple[Sampling, int]]) -> list[ChosenToken]:
+        """Compute a step: the tokens of each row, and how those that sample do. One token for each of these."""
+        if not step:
+            return []
+        logits = self._logits(step, tokens)
+        return choose(logits, asked) if asked else []
+
+    def _logits(self, step: Step, tokens: Sequence[Sequence[int]]) -> Tensor:
+        flat = [one for row in tokens for one in row]
+        positions = [place for row in step for place in range(row.start, row.start + row.count)]
+        last, keep = -1, []
+        for row in step:
+            last += row.count
+            if row.samples:
+                keep.append(last)
+        given, places, kept = (torch.tensor(one, device=self.device) for one in (flat, positions, keep or [last]))
+        return self.packed(given, places, kept, _Rows(self.pool, step, self.device))
+
+    def _agrees(self) -> None:
+        """Pages give what the model's own forward gives, for one short prompt in two chunks; refused where they do not."""
+        from foretell.simulate.serving.pages import Pages
+        from foretell.simulate.serving.scheduler import Row
+        from foretell.simulate.serving.scheduler import Sequence as Asked
+
+        words = self.words
+        count = min(PROBE_TOKENS, self.pool.keys[0].shape[0])
+        prompt = [(7 * place + 3) % words for place in range(count)]
+        one = Asked(0, count, 1, pages=Pages(self.pool.keys[0].shape[0] // self.pool.size, self.pool.size).take(-(-count // self.pool.size)))
+        half = count // 2
+        if half:
+            self._logits((Row(one, 0, half),), [prompt[:half]])
+        ours = self._logits((Row(one, half, count - half),), [prompt[half:]])
+        self.packed.release()
+        with torch.no_grad():
+            output: Any = self.model(torch.tensor([prompt], device=self.device))
+        own = output.logits if hasattr(output, "logits") else output[0] if isinstance(output, tuple) else output
+        own = own[0, -1]
+        off = float((ours[-1].float() - own.float()).abs().max() / own.float().abs().max().clamp_min(1e-6))
+        if not off <= AGREES.get(self.dtype, 1e-3):
+            name = type(self.model).__name__
+            raise ModelError(f"{name} by pages is {off:.1%} off its own forward: its attention does more than pages know", REMEDY)
+
+
+def _words(model: nn.Module) -> int:
+    """Tokens that a model knows."""
+    table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    if table is None:
+        table = next((one for one in model.modules() if isinstance(one, nn.Embedding)), None)
+    return int(table.weight.shape[0]) if table is not None else 2
+
+
+def _context(model: nn.Module) -> int:
+    """Tokens of a sequence that a model's positions allow."""
+    found = getattr(getattr(model, "config", None), "max_position_embeddings", None) or getattr(model, "context", None)
+    return int(found) if isinstance(found, int) else 2**31

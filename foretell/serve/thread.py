@@ -1,0 +1,165 @@
+"""The engine in a thread of its own: requests come in from other threads, their tokens go out by a call for each."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from foretell.errors import UserError
+from foretell.serve.engine import Completion, ServingEngine, TokenEvent
+from foretell.serve.sampling import Sampling
+
+Listener = Callable[[TokenEvent], None]
+"""Told of every token of one request, and of its end, in the engine's thread."""
+FAILED = "error"
+IDLE_SECONDS = 0.2
+
+
+class Busy(UserError):
+    """As many requests wait as may; try later."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Of the engine, now and since it began."""
+
+    waiting: int
+    running: int
+    pages: int
+    pages_held: int
+    preemptions: int
+    requests: int
+    cancelled: int
+    failed: int
+    prompt_tokens: int
+    output_tokens: int
+    shared_tokens: int
+    steps: int
+
+
+class EngineThread:
+    """Steps as long as there is something to do; the only thread that touches the engine."""
+
+    def __init__(self, engine: ServingEngine, *, most_waiting: int = 1024) -> None:
+        self.engine, self.most_waiting = engine, most_waiting
+        self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._listeners: dict[Completion, Listener] = {}
+        self._sums = dict.fromkeys(("requests", "cancelled", "failed", "prompt_tokens", "output_tokens", "shared_tokens", "steps"), 0)
+        self._draining = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def taking(self) -> bool:
+        """Requests are taken; not so once it drains."""
+        return not self._draining and self.alive
+
+    def submit(self, prompt: tuple[int, ...], how: Sampling, listener: Listener) -> Future[Completion]:
+        """A request; its future holds why not where it is refused."""
+        return self._ask(lambda: self._submitted(prompt, how, listener))
+
+    def cancel(self, generation: Completion) -> None:
+        """Nobody listens any more."""
+
+        def gone() -> None:
+            if self._listeners.pop(generation, None) is not None:
+                self._sums["cancelled"] += 1
+                self.engine.cancel(generation)
+
+        self._ask(gone)
+
+    def counts(self) -> Counts:
+        scheduler = self.engine.scheduler
+        return Counts(
+            waiting=len(scheduler.waiting), running=len(scheduler.running), pages=scheduler.pages.count, pages_held=scheduler.pages.held,
+            preemptions=scheduler.preemptions, **self._sums,
+        )  # fmt: skip
+
+    def drain(self) -> None:
+        """Take no more; end when all are answered."""
+        self._draining = True
+        self._asked.put(None)
+
+    def join(self, seconds: float | None = None) -> bool:
+        """Wait for the end; whether it came."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    # ------------------------------------------------------------------ in the thread
+
+    def _ask(self, work: Callable[[], Any]) -> Future[Any]:
+        promise: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                promise.set_result(work())
+            except BaseException as error:
+                promise.set_exception(error)
+
+        self._asked.put(run)
+        return promise
+
+    def _submitted(self, prompt: tuple[int, ...], how: Sampling, listener: Listener) -> Completion:
+        if self._draining:
+            raise Busy("the server is stopping and takes no more requests", "ask another one")
+        if len(self.engine.scheduler.waiting) >= self.most_waiting:
+            raise Busy(f"{self.most_waiting} requests wait already", "try again later")
+        made = self.engine.submit(prompt, how)
+        self._listeners[made] = listener
+        self._sums["requests"] += 1
+        self._sums["prompt_tokens"] += len(prompt)
+        return made
+
+    def _run(self) -> None:
+        while not (self._draining and self.engine.idle and self._asked.empty()):
+            self._answer_asked(wait=self.engine.idle)
+            try:
+                events = self.engine.step()
+            except Exception as error:
+                self._fail(error)
+                continue
+            self._sums["steps"] += bool(events)
+            for event in events:
+                self._tell(event)
+        self.engine.close()
+
+    def _answer_asked(self, *, wait: bool) -> None:
+        try:
+            while True:
+                work = self._asked.get(timeout=IDLE_SECONDS) if wait else self._asked.get_nowait()
+                wait = False
+                if work is not None:
+                    work()
+        except queue.Empty:
+            pass
+
+    def _tell(self, event: TokenEvent) -> None:
+        self._sums["output_tokens"] += event.token is not None
+        listener = self._listeners.get(event.generation)
+        if event.ended:
+            self._listeners.pop(event.generation, None)
+            self._sums["shared_tokens"] += event.generation.scheduled.shared
+        if listener is not None:
+            listener(event)
+
+    def _fail(self, error: Exception) -> None:
+        """A step could not be computed: its requests are told, their pages are free, and others may come."""
+        made = list(self._listeners)
+        self._sums["failed"] += len(made)
+        if not made and not self.engine.idle:
+            raise error
+        for one in made:
+            listener = self._listeners.pop(one)
+            self.engine.cancel(one)
+            one.ended = FAILED
+            listener(TokenEvent(one, None, f"{FAILED}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"))
+        self.engine.scheduler.pages.forget()
+

@@ -1,0 +1,233 @@
+"""Which tokens of which sequences the next step computes: continuous batching with chunked prefill.
+
+    1. every running sequence that only lacks its newest token computes that one
+    2. prompts under way go on, in chunks, within what is left of the step's tokens
+    3. waiting sequences start in the order they came, where pages for all of their tokens are free
+
+A running sequence that needs a page when none is free takes those of the youngest: that one waits again, first in line, and
+is computed anew later. So the oldest always gets on, and a step never computes more tokens than planned for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from foretell.errors import UserError
+from foretell.simulate.serving.pages import Pages
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One request under way: its prompt, what is generated, what is computed of both."""
+
+    number: int
+    prompt: int
+    """Tokens."""
+    most: int
+    """Tokens to generate at most."""
+    key: Callable[[int], Hashable] | None = None
+    """Of all tokens up to the end of its page at a place; None: it shares no pages."""
+    length: int = 0
+    """Tokens so far: of the prompt and generated."""
+    computed: int = 0
+    """Tokens whose keys and values are in pages."""
+    pages: list[int] = field(default_factory=list)
+    named: int = 0
+    """Full pages that others can find."""
+    shared: int = 0
+    """Tokens of the prompt that were found computed."""
+    preempted: int = 0
+    """Times that its pages were taken."""
+    ended: bool = False
+
+    def __post_init__(self) -> None:
+        self.length = self.length or self.prompt
+
+    @property
+    def generated(self) -> int:
+        return self.length - self.prompt
+
+
+class Row(NamedTuple):
+    """Tokens of one sequence in a step."""
+
+    sequence: Sequence
+    start: int
+    """The first of them."""
+    count: int  # type: ignore[assignment]  # and not how often something is in the row
+
+    @property
+    def samples(self) -> bool:
+        """It gives the sequence's next token: nothing is left to compute before that."""
+        return self.start + self.count == self.sequence.length
+
+
+Step = tuple[Row, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLimits:
+    """What one step may hold."""
+
+    running: int
+    """Sequences."""
+    tokens: int
+    """Of prompts and of sequences that generate, together."""
+
+    def __post_init__(self) -> None:
+        if self.running < 1 or self.tokens < self.running:
+            raise UserError(
+                f"a step of {self.tokens} tokens for {self.running} running sequences",
+                "at least one running sequence, and as many tokens a step as there are sequences",
+            )
+
+
+class Scheduler:
+    """The requests of one engine; `step`, compute it, `done`, and again."""
+
+    def __init__(self, pages: Pages, limits: StepLimits) -> None:
+        self.pages, self.limits = pages, limits
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        """The oldest first."""
+        self.preemptions = 0
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a request, prompt and answer, that can be served at all."""
+        return self.pages.count * self.pages.size
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a request wait; one that could never be finished is refused."""
+        if sequence.prompt < 1 or sequence.most < 1:
+            raise UserError(f"a request of {sequence.prompt} tokens for {sequence.most} more", "at least one of each")
+        if sequence.prompt + sequence.most > self.longest:
+            raise UserError(
+                f"a request of {sequence.prompt} tokens for {sequence.most} more: all pages hold {self.longest} tokens",
+                f"at most {self.longest - sequence.most} tokens of prompt, or ask for at most {max(0, self.longest - sequence.prompt)}",
+            )
+        self.waiting.append(sequence)
+
+    # ------------------------------------------------------------------ a step
+
+    def step(self) -> Step:
+        """What is computed next; empty: there is nothing to do."""
+        rows: list[Row] = []
+        left = self.limits.tokens
+        for sequence in list(self.running):
+            if sequence.length - sequence.computed == 1 and sequence.pages and self._grown(sequence):
+                rows.append(Row(sequence, sequence.computed, 1))
+                left -= 1
+        for sequence in self.running:
+            lacking = sequence.length - sequence.computed
+            if lacking > 1 and left:
+                rows.append(Row(sequence, sequence.computed, min(lacking, left)))
+                left -= rows[-1].count
+        while self.waiting and left and len(self.running) < self.limits.running and self._starts(self.waiting[0]):
+            sequence = self.waiting.popleft()
+            self.running.append(sequence)
+            rows.append(Row(sequence, sequence.computed, min(sequence.length - sequence.computed, left)))
+            left -= rows[-1].count
+        return tuple(rows)
+
+    def done(self, step: Iterable[Row]) -> None:
+        """A step was computed; sequences in it that sample have one more token, which the caller may find to be the last."""
+        for sequence, start, count in step:
+            if sequence.ended:  # cancelled meanwhile
+                continue
+            samples = start + count == sequence.length
+            sequence.computed += count
+            if sequence.key is not None:
+                self._name(sequence)
+            if samples:
+                sequence.length += 1
+
+    def end(self, sequence: Sequence) -> None:
+        """A sequence is finished, or nobody wants it any more; its pages are free at once."""
+        if sequence.ended:
+            return
+        sequence.ended = True
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        else:
+            self.running.remove(sequence)
+        self._release(sequence)
+
+    # ------------------------------------------------------------------ pages
+
+    def _starts(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence the pages for all its tokens and the next; False where there are too few."""
+        keys = []
+        if sequence.key is not None:  # the last token is always computed: the next comes of it
+            keys = [sequence.key(place) for place in range((sequence.length - 1) // self.pages.size)]
+        found = self.pages.shared(keys)
+        more = self.pages.needed(sequence.length) - len(found)
+        if more > self.pages.available:
+            self.pages.give_back(found)
+            return False
+        sequence.pages = [*found, *self.pages.take(more)]
+        sequence.computed = len(found) * self.pages.size
+        sequence.named = len(found)
+        if not sequence.preempted:
+            sequence.shared = sequence.computed
+        return True
+
+    def _grown(self, sequence: Sequence) -> bool:
+        """Room for one more token, at the cost of the youngest; False where it was itself that had to go."""
+        while len(sequence.pages) * self.pages.size <= sequence.computed:
+            if self.pages.available:
+                sequence.pages += self.pages.take(1)
+            elif self._preempt(self.running[-1]) is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> Sequence:
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.computed = sequence.named = 0
+        sequence.preempted += 1
+        self.preemptions += 1
+        self.waiting.appendleft(sequence)
+        return sequence
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pages.give_back(sequence.pages)
+        sequence.pages = []
+
+    def _name(self, sequence: Sequence) -> None:
+        assert sequence.key is not None
+        while (sequence.named + 1) * self.pages.size <= sequence.computed:
+            self.pages.name(sequence.pages[sequence.named], sequence.key(sequence.named))
+            sequence.named += 1
+
+    # ------------------------------------------------------------------ many steps that are alike
+
+    def alike(self, step: Step) -> int:
+        """For how many steps from here on, this one first, nothing changes but that each sequence has one token more: none
+        ends, starts or takes the pages of another. 1 where prompts are computed."""
+        if len(step) != len(self.running) or any(row.count != 1 or not row.samples for row in step):
+            return 1
+        if any(row.sequence.key is not None for row in step):
+            return 1
+        steps = min(row.sequence.most - row.sequence.generated for row in step)
+        free = self.pages.available
+        while steps > 1 and self._more_pages(steps) > free:
+            steps //= 2
+        return steps
+
+    def _more_pages(self, steps: int) -> int:
+        """That running sequences take while they generate for so many steps, beyond this one."""
+        return sum(max(0, self.pages.needed(one.computed + steps) - len(one.pages)) for one in self.running)
+
+    def skip(self, step: Step, steps: int) -> Step:
+        """As `done` and `step` in turn until the last of so many alike ones, which is returned and not yet done."""
+        for sequence, _, _ in step:
+            sequence.computed += steps - 1
+            sequence.length += steps - 1
+            more = self.pages.needed(sequence.computed + 1) - len(sequence.pages)
+            if more > 0:
+                sequence.pages += self.pages.take(more)
+        return tuple([Row(sequence, sequence.computed, 1) for sequence, _, _ in step])
