@@ -14,6 +14,7 @@ from foretell.errors import UserError
 from foretell.plan import file as plans
 from foretell.plan.types import Mesh, Plan, Sync
 from foretell.runtime.observe import measure
+from foretell.runtime.train import save
 from foretell.runtime.train.numbers.guard import RunFailed
 from foretell.runtime.train.run import run
 from tests.cpu_dist.test_supervise import rows
@@ -109,6 +110,7 @@ def test_the_step_is_undone_to_the_bit_and_the_run_goes_on(
     assert [step for step, _ in found] == list(range(1, 10)) and found[4][1] == "nan"
     assert found[:4] + found[5:] == [one for one in twin if one[0] != 5]
     assert all(same(everything(tmp_path / "run", step), everything(tmp_path / "twin", step)) for step in (4, 9))
+    assert int(everything(tmp_path / "run", 9)["buffer norm.num_batches_tracked"]) == 2 * 8  # neither the bad step nor the look at it counts
     (row,) = rows(tmp_path / "run")
     assert (row["event"], row["step"], row["what"], row["value"], row["verdict"], row["rank"]) == ("bad step", 5, "loss", "nan", "data", 0)
     assert row["samples"] == numbers(plan, 5) and (row["first_sample"], row["last_sample"]) == (16, 19)
@@ -204,6 +206,8 @@ def test_too_many_go_back_to_a_checkpoint_and_past_their_samples(tmp_path: Path,
     assert [row["event"] for row in rows(tmp_path / "run")] == ["bad step", "bad step", "rollback"]
     back = rows(tmp_path / "run")[-1]
     assert (back["checkpoint"], back["bad_steps"], back["first_sample"], back["last_sample"]) == (4, [5, 6], 16, 23)
+    (kept,) = [one for one in save.complete(tmp_path / "run" / "checkpoints") if one.step == 4]
+    assert kept.about["data"]["position"] == 24  # a run that is killed right after it does not come to them either
     assert any("back to the checkpoint of step 4; samples 16 to 23" in said for said in quiet.said)
 
 

@@ -199,7 +199,7 @@ def _flip(file: Path, at: int, bit: int) -> None:
         stream.write(bytes([value ^ bit]))
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(30, marks=pytest.mark.slow(reason="more places of the same files"))])
+@pytest.mark.parametrize("count", [5, pytest.param(40, marks=pytest.mark.slow(reason="more places of the same files"))])
 def test_no_flipped_bit_is_loaded_and_nothing_live_is_touched(ranks: Any, tmp_path: Path, count: int) -> None:
     """What two ranks saved, taken up by one, which reads all of it."""
     ranks(2).run(go, str(tmp_path / "a"), PLANS["fsdp2"], SETTINGS)

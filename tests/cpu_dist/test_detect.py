@@ -68,6 +68,7 @@ def _run(rank: int, world: int, out: str, plan: Plan, fault: str, steps: int) ->
     return screen.said
 
 
+@pytest.mark.slow(reason="a run of many steps; slow ranks are named in tests/pure/test_detect.py, and what a run is told below")
 def test_a_slow_rank_is_named_in_the_run_and_in_its_log(ranks: Any, tmp_path: Path, plan: Plan) -> None:
     """Ten milliseconds of sleep a step, more than everything else of it."""
     out = tmp_path / "run"

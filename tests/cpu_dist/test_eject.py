@@ -173,7 +173,7 @@ MORE = {
 
 
 ALIKE = pytest.mark.slow(reason="what it has is in other scripts")
-LONG = ("fp16 and fsdp", "fp16 and tensor", "fp16 and pipeline", "pipeline")
+LONG = ("fp16 and fsdp", "fp16 and tensor", "fp16 and pipeline", "pipeline", "hf tensor")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=ALIKE if name in LONG else ()) for name in [*PLANS, *MORE]])

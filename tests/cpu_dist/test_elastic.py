@@ -102,7 +102,9 @@ def test_a_rank_that_does_not_come_back_is_done_without(ranks: Any, tmp_path: Pa
     assert "ranks, since rank 1 did not come back after 1 restart: one process, micro-batches of 2, 2 a step" in said
     resized = next(row for row in rows(tmp_path / "run") if row["event"] == "resized")
     assert (resized["before"], resized["ranks"], resized["micro_batch"], resized["accumulate"]) == (2, 1, 2, 2) and resized["checkpoint"] in (3, 6)
-    assert [row["event"] for row in rows(tmp_path / "run")] == ["fault", "restarted", "fault", "resized", "restarted"]
+    events = [row["event"] for row in rows(tmp_path / "run")]
+    assert events[:2] == ["fault", "restarted"] and events[-3:] == ["fault", "resized", "restarted"]
+    assert len(events) in (5, 7), events  # a restart that came as far as another checkpoint does not count
     kept = plans.read(tmp_path / "run" / "plan.json")
     assert kept.mesh == Mesh() and kept.global_batch == 4
 

@@ -135,6 +135,7 @@ def _one_late(rank: int, world: int) -> tuple[str, str]:
     return said, hint
 
 
+@pytest.mark.slow(reason="waits for a time limit; test_detect.py names ranks whose collectives differ")
 def test_a_collective_that_fails_names_the_rank_that_did_not_take_part(ranks: Any) -> None:
     (said, hint), (other, _) = ranks(2).run(_one_late)
     assert said == other and "the other ranks waited for rank 1, which " in said and "a collective failed (" in said, said

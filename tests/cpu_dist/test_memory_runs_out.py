@@ -115,6 +115,7 @@ def test_a_loss_of_pairs_is_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert plans.read(tmp_path / "run" / "plan.json") == plan and save.complete(tmp_path / "run" / "checkpoints")[0].step == 3
 
 
+@pytest.mark.slow(reason="one process goes on above; ranks are started again in test_supervise.py")
 def test_ranks_are_started_again_with_smaller_micro_batches(ranks: Any, tmp_path: Path) -> None:
     """One of two runs out; both go on from the checkpoint under the new plan."""
     plan = planned(tmp_path, mesh=Mesh(dp_shard=2))

@@ -267,6 +267,7 @@ def _refused(rank: int, world: int, out: str, plan: Plan) -> tuple[str, int]:
     return "went on", 0
 
 
+@pytest.mark.slow(reason="ranks, as one process above")
 def test_all_ranks_learn_that_the_folder_is_in_use(ranks: Any, tmp_path: Path) -> None:
     from foretell.runtime.process.lock import take
 

@@ -172,6 +172,7 @@ def test_checkpoints_that_hold_nan_are_never_good(tmp_path: Path, plan: Plan, mo
     assert any(said.startswith("step 4: the checkpoint was not saved") for said in quiet.said)
 
 
+@pytest.mark.slow(reason="a run that resumes; one whose checkpoint is damaged resumes in test_train_failures.py")
 def test_a_broken_checkpoint_of_before_is_passed_over(tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that holds NaN, written by something that did not look."""
     with monkeypatch.context() as patch:

@@ -133,6 +133,7 @@ def found_base(found: Climb) -> Plan:
     return Plan(model={"model": found.source.model}, hardware=found.hardware)
 
 
+@pytest.mark.slow(reason="a search on a CPU; which batch it prefers is tested below, and a GPU is searched above")
 def test_a_cpu_offers_one_rank_and_two() -> None:
     machine = parse("CPU")
     cluster = replace(machine, device=replace(machine.device, sm_count=2))

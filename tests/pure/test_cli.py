@@ -86,8 +86,16 @@ def only_object(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 # ---------------------------------------------------------------- light
 
 
-@pytest.mark.parametrize("words", [["--help"], ["fit", "--help"], ["zoo"], ["zoo", "query", "gpt", "--json"], ["version"], ["doctor", "--json"],
-                                   ["fit", "nope", "--on", "H100"]])  # fmt: skip
+ALSO = pytest.mark.slow(reason="another command that answers alike")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"], pytest.param(["fit", "--help"], marks=ALSO), ["zoo"], pytest.param(["zoo", "query", "gpt", "--json"], marks=ALSO), ["version"],
+        pytest.param(["doctor", "--json"], marks=ALSO), ["fit", "nope", "--on", "H100"],
+    ],
+)  # fmt: skip
 def test_answers_that_need_no_torch_do_not_import_it(words: list[str]) -> None:
     heavy = "[name for name in ('torch', 'numpy', 'transformers') if name in sys.modules]"
     code = f"import sys; from foretell.cli import main; main({words!r}); print({heavy}, file=sys.stderr)"

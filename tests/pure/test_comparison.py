@@ -307,6 +307,7 @@ def test_without_a_look_at_single_ops_all_kinds_move_alike() -> None:
     assert dict(found.factors) == pytest.approx({"compute": 1.3, "memory": 1.3, "host": 1.3}, rel=0.01)
 
 
+@pytest.mark.slow(reason="two runs of a GPU; one of a CPU teaches above")
 def test_a_busy_gpu_teaches_about_its_ops_and_a_waiting_one_about_its_host() -> None:
     known, busy, waiting = shipped("H200-SXM-141GB"), predictor("gpt2", 16, gpu=True), predictor("gpt-tiny", 2, gpu=True)
     assert busy(known).binds in ("compute", "memory bandwidth") and waiting(known).binds == "host"

@@ -59,6 +59,7 @@ def test_shared_positions_in_a_pipeline() -> None:
         agrees(dry.run(build, asked, rank_at(asked.mesh, pp=rank.rank, cp=1)), rank.trace)
 
 
+@pytest.mark.slow(reason="two traces; every byte and message is compared above")
 def test_the_work_of_all_ranks_is_that_of_one_device() -> None:
     """Kernels of a GPU skip what a causal mask hides. What is left are the tables of positions, which all ranks make."""
     build, asked = workload("llama-tiny", layers=2), plan("llama-tiny", mesh=Mesh(cp=4), precision="bf16")

@@ -42,6 +42,7 @@ def measured_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return profiles.save(own, profiles.own_path(own))
 
 
+@pytest.mark.slow(reason="all of `foretell run demo`; probing, fitting, running and comparing are tested one by one")
 def test_the_whole_loop_on_this_machine(
     tmp_path: Path, measured_machine: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

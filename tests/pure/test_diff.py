@@ -247,6 +247,7 @@ def test_a_package_that_is_installed_as_a_link_is_each_revision_s_own(
     assert status == 1 and (row(model, "parameters")["base"], row(model, "parameters")["head"]) == (64 * 65 + 65 * 4, 128 * 129 + 129 * 4)
 
 
+@pytest.mark.slow(reason="two checkouts more; scripts are followed in test_scripts.py")
 def test_a_script_is_followed_in_each_revision(repo: Repo, asked: Asked) -> None:
     repo.write("train.py", TRAIN)
     repo.commit()

@@ -239,7 +239,7 @@ TO_WRITE = [page for page, text in TEXTS.items()
             if any(not one.mark and (one.language == "python" or examples(one)) for one in blocks(page, text))]  # fmt: skip
 TO_RUN = [page for page in TO_WRITE if page != QUESTIONS]
 LONG = {
-    "docs/advise.md": "a minute of searches; advice is compared with predictions in test_faster.py and test_remedies.py",
+    "docs/advise.md": "a minute of searches; test_remedies.py asks again what advice prints",
     "docs/examples.md": "minutes of examples; what each prints of a prediction is on the pages that run",
 }
 

@@ -50,7 +50,7 @@ def sent(found: Any) -> dict[tuple[str, int], int]:
     return {key: times for key, times in total.items() if key != ("all_reduce", 8)}
 
 
-ALIKE = pytest.mark.slow(reason="more micro-batches, which are accumulated in test_expert.py too")
+ALIKE = pytest.mark.slow(reason="the same exchanges on more ranks, or for more micro-batches")
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ ALIKE = pytest.mark.slow(reason="more micro-batches, which are accumulated in te
     [
         (Mesh(dp_shard=2, ep=2), {"precision": "fp32"}),
         pytest.param(Mesh(dp_shard=4, ep=2), {"accumulate": 2}, marks=ALIKE),
-        (Mesh(dp_shard=4, ep=2, dp_replicate=2), {}),
+        pytest.param(Mesh(dp_shard=4, ep=2, dp_replicate=2), {}, marks=ALIKE),
         pytest.param(Mesh(dp_shard=8, ep=2), {}, marks=pytest.mark.slow(reason="as many experts on fewer ranks are above")),
     ],
 )

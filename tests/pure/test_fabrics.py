@@ -131,6 +131,7 @@ def test_every_stage_is_costed_on_its_own_device() -> None:
     assert memory == [find("H100").memory_bytes, find("V100").memory_bytes]
 
 
+@pytest.mark.slow(reason="devices of several kinds are costed above, and placed in test_search_unlike.py")
 def test_data_ranks_wait_for_the_slowest_device() -> None:
     mixed = costed("1xH100@1xIB200+1xA100@1xIB200", Mesh(dp_shard=2))
     slow = costed("1xA100@1xIB200+1xA100@1xIB200", Mesh(dp_shard=2))

@@ -128,6 +128,7 @@ def test_blocks_are_recomputed_only_as_far_as_memory_asks() -> None:
     assert len(seconds) > 1 and seconds == sorted(seconds) and treated[-1] > 0
 
 
+@pytest.mark.slow(reason="a search without an answer, which test_spill.py has too")
 def test_what_does_not_fit_says_what_would() -> None:
     found = search("H100,memory=600MiB", global_batch=8, micro_batch=8, exact=None)
     assert found.best is None and found.nearest is not None and found.short_bytes > 0
@@ -148,7 +149,7 @@ def test_what_would_fit_by_a_quick_look_alone_is_not_told(monkeypatch: pytest.Mo
     assert f"nothing tried here fits: {found.tried} ways tried" in found.needs
 
 
-@pytest.mark.slow(reason="a search without an answer; limits are kept in test_front.py, and what does not fit is told above")
+@pytest.mark.slow(reason="a search without an answer; limits are kept in test_front.py, and what would help is told in test_spill.py")
 def test_limits_of_a_run_that_nothing_keeps() -> None:
     found = search("H100", global_batch=2, micro_batch=2, tokens=1e12, deadline_seconds=60.0, exact=False)
     assert found.best is None and "more than allowed" in found.unmet and "a later --deadline" in found.needs

@@ -587,6 +587,7 @@ def test_torchvision() -> None:
     assert "resnet50" in fail(Source(model="torchvision:resnet5"), UnknownName).remedy
 
 
+@pytest.mark.slow(reason="transformers in a process of its own; a trace leaves nothing behind in test_userfiles.py")
 def test_building_a_transformers_model_leaves_torch_as_it_was() -> None:
     """transformers has a `linspace` of its own meanwhile, and torch notes the functions that make tensors when it first needs them."""
     pytest.importorskip("transformers.initialization")

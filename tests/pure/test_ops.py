@@ -214,6 +214,7 @@ def test_a_slower_device_is_learned_from_its_own_rows() -> None:
 # ---------------------------------------------------------------- corrected from another probe
 
 
+@pytest.mark.slow(reason="a second fit; another tiling is learned from rows above")
 def test_a_few_rows_correct_what_a_fuller_probe_says(products: OpModel, streams: OpModel) -> None:
     """A device 1.4 times as slow, known by 40 products: others are told so well as the fuller probe tells its own."""
     fuller = OpModel(DEVICE, {**products.families, **streams.families})

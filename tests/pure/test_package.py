@@ -194,6 +194,7 @@ def of_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str
     return json.loads(out.getvalue())
 
 
+@pytest.mark.slow(reason="an environment of its own; `make check-wheel` and a release run it too")
 def test_the_installed_command_answers_as_the_checkout_does(installed: Installed, of_the_checkout: dict[str, Any]) -> None:
     answer = json.loads(run(installed, installed.command, *ASKED))
     assert answer == of_the_checkout
@@ -201,6 +202,7 @@ def test_the_installed_command_answers_as_the_checkout_does(installed: Installed
     assert list(installed.folder.iterdir()) == [], "nothing is left in the user's folder"
 
 
+@pytest.mark.slow(reason="an environment of its own; `make check-wheel` and a release run it too")
 def test_only_the_wheel_is_imported(installed: Installed) -> None:
     lines = ("import sys, foretell, foretell.api, foretell.cli.app, importlib.metadata as m; foretell.cli.app.made(), foretell.fit",
              "print(m.version('foretell'), *(f.__file__ for n, f in sys.modules.items() if n.split('.')[0] == 'foretell'))")  # fmt: skip
@@ -210,6 +212,7 @@ def test_only_the_wheel_is_imported(installed: Installed) -> None:
     assert [name for name in files if not Path(name).resolve().is_relative_to(venv)] == []
 
 
+@pytest.mark.slow(reason="an environment of its own; `make check-wheel` and a release run it too")
 def test_the_module_and_the_command_are_the_same(installed: Installed) -> None:
     told = run(installed, installed.command, "--version")
     assert told == run(installed, installed.python, "-m", "foretell", "--version") and told.startswith(f"foretell {foretell.__version__} ")

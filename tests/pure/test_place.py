@@ -25,7 +25,7 @@ from foretell.search.heterogeneous.place import (
     traffic_of,
 )
 from foretell.simulate.parts import Collective
-from tests.further import one_in
+from tests.further import further, one_in
 
 Matrix = list[list[float]]
 
@@ -84,7 +84,10 @@ def test_equals_the_best_of_all_orders(mesh: Mesh, seed: int) -> None:
     assert found.seconds_before == pytest.approx(seconds(mesh, traffic, rates, range(mesh.world)), rel=1e-9)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(tp=4, dp_shard=2, pp=2), Mesh(tp=8, dp_shard=4, pp=2), Mesh(tp=8, dp_shard=8, pp=4)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", further([Mesh(tp=4, dp_shard=2, pp=2), Mesh(tp=8, dp_shard=4, pp=2), Mesh(tp=8, dp_shard=8, pp=4)], [Mesh(tp=4, dp_shard=2, pp=2)],
+                    "more devices, found in the same way"), ids=str,
+)  # fmt: skip
 def test_nodes_hidden_in_a_matrix_are_found_again(mesh: Mesh) -> None:
     hidden = nodes(mesh.world, mesh.tp, shuffled=3)
     ideal = seconds(mesh, (TP, SHARD, STAGES), nodes(mesh.world, mesh.tp), range(mesh.world))

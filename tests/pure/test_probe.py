@@ -269,7 +269,7 @@ def test_cases_of_a_large_gpu_are_those_that_were_shipped() -> None:
     assert compared > 1200
 
 
-@pytest.mark.slow(reason="fifty cases are measured; test_demo.py runs the demo with what such cases say")
+@pytest.mark.slow(reason="fifty cases are measured; that cases of every family are drawn is looked at above")
 def test_cases_of_a_cpu_have_the_ops_and_sizes_of_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every op of a step of gpt-tiny has been timed by a few cases, on larger and on smaller tensors; in fp32, as the demo is."""
     monkeypatch.setattr(cases, "MOSTLY_FP32", (torch.float32,) * len(cases.MOSTLY_FP32))

@@ -336,6 +336,7 @@ def test_families_can_be_named() -> None:
         measured_alone.main(["--missing"])
 
 
+@pytest.mark.slow(reason="all masks are drawn; that cases of every family run is tested above")
 def test_masks_are_measured_at_no_length_that_is_known_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 128 queries or keys to a tile, none leaves 64 over."""
     seen: list[int] = []

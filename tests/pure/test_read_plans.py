@@ -127,6 +127,7 @@ def test_at_least_twelve_plans_and_all_of_them_differ() -> None:
     assert len(CASES) >= 12 and len({repr(PLANS[name]) for _, name in CASES}) >= 12
 
 
+@pytest.mark.slow(reason="many plans are costed; a file that leaves nothing open is costed below")
 def test_what_is_left_open_is_tried_until_it_fits(traces: Traces) -> None:
     """A file without micro-batch and recompute: larger and larger ones, and the fastest is taken."""
     given = layout.described(read_of({"distributed_type": "MULTI_GPU", "num_processes": 8}), {}, 8)

@@ -201,7 +201,7 @@ def test_it_is_offered_where_nothing_else_fits() -> None:
     assert roomy._best() is not None and not any("recompute-host" in modes_of(one) for one in roomy.found)
 
 
-@pytest.mark.slow(reason="two long searches; the host and compiling are also asked about in test_spill.py")
+@pytest.mark.slow(reason="three long searches; a host that is too small or unknown is said in test_spill.py")
 def test_it_is_not_offered_without_room_on_the_host_nor_compiled() -> None:
     between = (needed("deep", "recompute") + needed("deep", "recompute-host")) // 2
     small = climbed("deep", between, host=1 << 30)

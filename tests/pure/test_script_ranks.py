@@ -61,6 +61,7 @@ FOUND = {
 """What each does, as its source says."""
 NODES = {"ddp_bert": (2, 4), "fsdp_vit": (2, 4)}
 FURTHER = {
+    "fsdp_ends": "shards its ends apart, as a test of test_sharded.py does",
     **dict.fromkeys(("ddp_bert", "ddp_images", "ddp_forecast"), "another model under DDP, as ddp_gpt"),
     **dict.fromkeys(("fsdp_gpt2", "fsdp_vit"), "another model under FSDP2, as fsdp_llama"),
 }

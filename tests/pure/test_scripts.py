@@ -74,10 +74,11 @@ def kept(trace: Trace) -> Trace:
 
 FURTHER = {
     **dict.fromkeys(("trainer_t5", "trainer_gpt2", "trainer_vit"), "another model under Trainer, as trainer_bert"),
+    "accelerate_mlp": "accelerate is under Trainer too, which trainer_bert has",
     "lightning_fabric": "a loop of one's own, as bert_dict, in words of Lightning, as lightning_mlp",
     "lightning_manual": "a loop of one's own under Lightning, as lightning_mlp; what is left to the next step is left by bert_dict too",
     "lightning_images": "another model under Lightning, as lightning_mlp",
-    **dict.fromkeys(("accelerate_glue", "accelerate_vit", "accelerate_diffusion"), "another model under accelerate, as accelerate_mlp"),
+    **dict.fromkeys(("accelerate_glue", "accelerate_vit", "accelerate_diffusion"), "another model under accelerate"),
     "timm_style": "a plain loop with a gradient scaler, as gpt_scaler, which test_script_plans patches; it zeroes late, as bert_dict does",
     "conv_ema": "a plain loop; test_script_faster follows it with changes",
     "gpt_scaler": "a plain loop with a gradient scaler; test_script_plans follows and patches it",

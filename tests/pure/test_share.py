@@ -58,6 +58,7 @@ def test_the_same_seed_gives_the_same_cases() -> None:
     assert {family for family, _ in first} == {family for family, _ in begun}, "any beginning has every family"
 
 
+@pytest.mark.slow(reason="a whole probe twice as long; files are written and read above")
 def test_a_whole_probe_within_five_minutes_stays_below_the_limit(whole: Measured) -> None:
     """Nearly twice as many cases as there is time for."""
     known = {(case.family, case.number): case for case in whole.cases}

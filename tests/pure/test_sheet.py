@@ -27,6 +27,7 @@ from foretell.trace.recipe import Recipe
 from foretell.trace.record.capture import capture
 from foretell.trace.record.step import Workload
 from foretell.trace.types import Op, Trace
+from tests.further import further
 
 FULL = {"keep": "none", "recompute": "full", "selective": "selective"}
 
@@ -74,7 +75,7 @@ def test_alike_blocks_are_one_kind_and_unlike_ones_are_not() -> None:
     assert kinds[0] != kinds[-1] and len(set(kinds)) < len(kinds) + 1  # encoder and decoder
 
 
-@pytest.mark.parametrize("precision", ["fsdp-bf16", "bf16-autocast"])
+@pytest.mark.parametrize("precision", further(["fsdp-bf16", "bf16-autocast"], ["bf16-autocast"], "shards are compared in test_sharded.py"))
 @pytest.mark.parametrize("mode", ["recompute", "selective"])
 @pytest.mark.parametrize("name", ["gpt-tiny", pytest.param("llama-tiny", marks=ALIKE)])
 def test_a_residency_runs_and_keeps_what_its_trace_does(name: str, mode: str, precision: str) -> None:
@@ -123,6 +124,7 @@ def test_a_split_block_sends_and_computes_what_its_trace_does() -> None:
         assert sorted(spec.numel for spec in weights.all) == sorted(spec.numel for spec in real.all)
 
 
+@pytest.mark.slow(reason="what a split block sends and computes is compared above")
 def test_a_split_block_keeps_what_its_trace_does() -> None:
     said, truth = split(cut(traced("llama-tiny", 2)), 2), cut(split_trace("llama-tiny", 2, 2))
     prices = sheet_of({("fsdp-bf16", 1): (traced("llama-tiny", 2), None)}, parse("H100")).prices

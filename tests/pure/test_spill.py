@@ -110,6 +110,7 @@ def test_the_fewest_is_found_from_any_guess_in_few_questions() -> None:
             assert len(asked) <= (3 if guess == least else 14) and len(set(asked)) == len(asked)
 
 
+@pytest.mark.slow(reason="every number of states costed; that the fewest is found is tested above with made-up ones")
 @pytest.mark.parametrize("mode", [pytest.param("keep", marks=pytest.mark.slow(reason="states leave as where blocks are recomputed")), "recompute"])
 def test_as_many_states_leave_as_trying_every_number_says(mode: str) -> None:
     whole = search(options=BYTES)
@@ -237,7 +238,7 @@ def shared(part: float | None = None, **wishes: Any) -> tuple[Question, Spill]:
     return asked, made()
 
 
-@pytest.mark.slow(reason="every number of states tried for ranks; for one process it is above")
+@pytest.mark.slow(reason="every number of states costed; that the fewest is found is tested above with made-up ones")
 def test_states_of_ranks_leave_as_few_as_trying_every_number_says() -> None:
     wanted = set()
     for part in (0.1, 0.5):

@@ -202,6 +202,7 @@ def test_a_stage_lets_go_of_what_others_hold() -> None:
     assert set(work.model.state_dict()) == course.flow.held(1)
 
 
+@pytest.mark.slow(reason="the same model with memory is charted above")
 def test_a_model_without_memory_is_charted_alike() -> None:
     real = zoo("t5-tiny")
     cuts = ("encoder.blocks.1", "decoder.blocks.1")

@@ -320,8 +320,8 @@ def dry_mesh() -> Iterator[Any]:
 
 BOTH_WAYS = ("gpt-tiny",)
 WHOLE = pytest.mark.slow(reason="a sequence left whole is held for another model, and the rules of this one are")
-ALIKE = ("llama-tiny", "vit-tiny", "bert-tiny", "dit-tiny")
-LINE = pytest.mark.slow(reason="another model of one line of blocks; its rules are held, and the exchanges of others")
+ALIKE = ("llama-tiny", "vit-tiny", "bert-tiny", "t5-tiny", "dit-tiny")
+LINE = pytest.mark.slow(reason="another model; its rules are held, and the exchanges of others")
 
 
 @pytest.mark.parametrize(

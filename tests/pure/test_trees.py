@@ -258,6 +258,7 @@ def test_trees_end_where_the_validation_error_is_least(patience: int) -> None:
     assert model.questions.tolist() == whole.questions[:kept].tolist()
 
 
+@pytest.mark.slow(reason="two fits of many rows; that trees end where the error of that share is least is tested above")
 def test_a_share_for_validation_is_not_fitted() -> None:
     rng = np.random.default_rng(8)
     x, y = rng.uniform(size=(300, 5)), rng.normal(size=300)
@@ -295,6 +296,7 @@ def test_a_stored_model_predicts_the_same(seed: int, depth: int, trees: int, sca
     assert back.predict(x).tolist() == model.predict(x).tolist()
 
 
+@pytest.mark.slow(reason="as many trees as a device has; a stored model predicts the same above")
 def test_a_file_stays_small() -> None:
     x, y = waves(2000, 0, noise=0.02)
     model = fit(x, y, ["m", "n", "mn"])

@@ -52,7 +52,7 @@ RUN = {
     "solve_gp",
 }  # fmt: skip
 """One of each kind."""
-HERE = {"checks_shapes", "ode_adaptive", "other_parallel"}
+HERE = {"checks_shapes", "other_parallel"}
 """Of these, whose steps `make test` runs."""
 LONG = {
     "init_dcgan", "loop_until", "mask_simclr", "other_ensemble", "other_flex", "other_func", "other_hessian", "other_hooks", "other_lazy",
@@ -68,7 +68,7 @@ TWINS = {
 }  # fmt: skip
 """Others of a kind of which a file is traced; some are traced by the tests at the end."""
 ALIKE = pytest.mark.slow(reason="its step is traced above, and real steps of files of other kinds, or of the same kind, are run")
-LONGER = pytest.mark.slow(reason="its step takes long; those of three other files are run")
+LONGER = pytest.mark.slow(reason="its step takes long; those of two other files are run")
 FP32 = Recipe(precision="fp32")
 
 

@@ -79,6 +79,7 @@ def raised(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.C
     return folder, watch(folder, "--batch-size", "1024", "--layers", "2", "--end", "raise")
 
 
+@pytest.mark.slow(reason="a second run; compare and report read the first below")
 def test_two_watched_runs_are_compared(
     watched: tuple[Path, subprocess.CompletedProcess[str]], raised: tuple[Path, subprocess.CompletedProcess[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,7 +121,11 @@ def test_compare_and_report_read_the_folder(
 
 
 @pytest.mark.parametrize(
-    ("end", "status"), [("raise", 1), pytest.param("exit", 7, marks=pytest.mark.slow(reason="a status of one's own; that of an error is above"))]
+    ("end", "status"),
+    [
+        pytest.param("raise", 1, marks=pytest.mark.slow(reason="a second run; errors in a loop are told in test_watch_inside.py")),
+        pytest.param("exit", 7, marks=pytest.mark.slow(reason="a second run, with a status of its own")),
+    ],
 )
 def test_the_exit_status_and_the_traceback_are_the_scripts_own(
     end: str, status: int, raised: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
@@ -178,7 +183,7 @@ def test_nothing_is_left_where_it_is_killed(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- what may go wrong around it
 
 
-@pytest.mark.slow(reason="a run of its own; a run is killed and another ends with an error above")
+@pytest.mark.slow(reason="a run of its own; what a script prints is compared above")
 def test_a_full_disk_costs_the_script_nothing_and_is_said(tmp_path: Path) -> None:
     """No file may be longer than 1 KiB. Megabytes on both streams arrive."""
 
@@ -194,7 +199,7 @@ def test_a_full_disk_costs_the_script_nothing_and_is_said(tmp_path: Path) -> Non
     assert said[-1] == "foretell: 40 steps; run folder run" and not set(done.stderr.splitlines()) - {*said, "chatter"}
 
 
-@pytest.mark.slow(reason="a run of its own; what a script prints and how it ends is compared above")
+@pytest.mark.slow(reason="a run of its own; what a script prints is compared above")
 def test_closed_streams_are_no_reason_to_stop(tmp_path: Path) -> None:
     command = f"exec {shlex.join([*COMMAND, ROWS, '--batch-size', '64'])} <&- >&- 2>&-"
     assert subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environment(), timeout=240, check=False).returncode == 0

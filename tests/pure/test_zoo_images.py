@@ -55,13 +55,13 @@ CASES: list[tuple[str, tuple[tuple[str, Any], ...]]] = [
     ("geo-tiny", ()),
 ]
 TRACED = [
-    ("kmax-tiny", ()), ("pyra-tiny", ()), ("wildlife-tiny", ()), ("context-split-tiny", ()),
+    ("geo-tiny", ()), ("kmax-tiny", ()), ("pyra-tiny", ()), ("wildlife-tiny", ()), ("context-split-tiny", ()),
     ("pansharpen-tiny", ()), ("strip-mlp-tiny", ()), ("context-split-tiny", ALONE), ("context-split-tiny", CAM),
     ("pansharpen-tiny", (("method", "cnn"),)),
     ("pansharpen-tiny", (("method", "unfold"),)), ("wildlife-tiny", CLASSIFIER),
 ]  # fmt: skip
 """Held against a real step by the slow tests alone."""
-MEASURED = pytest.mark.slow(reason="its trace is read below, and a step of it runs above; others, or it itself in another way, are measured")
+MEASURED = pytest.mark.slow(reason="a step of it runs above; bytes of other parts of the zoo are measured in their files")
 OTHER_WAY = pytest.mark.slow(reason="another way of a model that is traced in one, or a long trace of one that runs a step above")
 WITHOUT_GRADIENT = {("context-split-tiny", ALONE): ["head_context.weight"]}
 IDS = ["-".join([name, *(str(value) for _, value in more)]) for name, more in CASES]

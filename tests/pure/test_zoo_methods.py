@@ -403,6 +403,7 @@ def test_a_joined_trace_is_predicted_like_any_other() -> None:
     assert both.model["flops"] == sum(one.model["flops"] for one in alone)
 
 
+@pytest.mark.slow(reason="traces of two models; phases that go together are predicted in test_zoo_check.py")
 def test_phases_with_other_weights_or_in_a_crowd_are_refused() -> None:
     with pytest.raises(UserError, match="other weights"):
         in_turn({"a": here("mf-tiny"), "b": here("ff-tiny")})

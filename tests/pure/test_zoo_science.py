@@ -89,7 +89,7 @@ def test_a_step_runs_and_every_weight_learns(name: str) -> None:
 
 
 LONG = pytest.mark.slow(reason="a step of it runs above, and a trace of it, or of a model of the same equations, is read below")
-LONGER = ("sg_reg-tiny", "gcn_branch-tiny", "neuroback-tiny", "pde-deeponet-tiny", "pde-unet-tiny", "pic_step-tiny")
+LONGER = ("sg_reg-tiny", "neuroback-tiny", "pde-tiny", "pde-deeponet-tiny", "pde-unet-tiny", "pic_step-tiny")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=LONG if name in LONGER else ()) for name in SMALL])

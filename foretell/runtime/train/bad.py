@@ -227,6 +227,7 @@ def _went_back(run: TrainingRun, bad: StepReading) -> bool:
     if saver is None or not policy.may_go_back(bad.step):
         return False
     saver.wait()
+    run.tell_save()
     passed, position = policy.passed, run.first_sample(bad.step)
 
     def names() -> list[str]:

@@ -246,7 +246,7 @@ class TrainingRun:
         if self.ranks.world > 1 and self.saver is not None and self.ranks.device.type == "cpu" and self.job.moved is None and self.job.outer is None:
             self.between = save.Between.of(self.job)
         rounds.begin(self.job, self.control)
-        if settings.mtbf is not None:
+        if settings.mtbf is not None and self.next_save is None:
             self.next_save = first + FIRST_SAVE_STEPS
         batches = self._fetched() if self.step < settings.steps else []
         while self.step < settings.steps:
@@ -271,7 +271,7 @@ class TrainingRun:
             self._note(self.clock.read())
             self._look_at_disk()
             self.slowed.step(self.tally.last_seconds, saving=self.saver is not None and self.saver.writing)
-            self._tell_save()
+            self.tell_save()
             self._find_next_save()
             if self.step == first + 2:
                 gc.collect()
@@ -408,7 +408,7 @@ class TrainingRun:
             self.log.write("eval", self.step, loss=self.tally.eval_loss, seconds=self.tally.eval_seconds[-1])
             self.screen.say(f"step {self.step}: held-out loss {self.tally.eval_loss:.4f}")
 
-    def _tell_save(self) -> save.SavedCheckpoint | save.NotSaved | None:
+    def tell_save(self) -> save.SavedCheckpoint | save.NotSaved | None:
         """How the last save went, as soon as that is known."""
         done = self.saver.poll() if self.saver is not None else None
         if done is None:
@@ -444,7 +444,7 @@ class TrainingRun:
         self.progress.at(SAVE)
         began = time.perf_counter()
         self.saver.wait()
-        self._tell_save()
+        self.tell_save()
         if self.last_saved is not None and self.last_saved.step == self.step:
             return self.last_saved
         own, extra = save.own_state(self.job), save.extra(self.job)
@@ -452,7 +452,7 @@ class TrainingRun:
         seconds = time.perf_counter() - began
         self.tally.save_seconds.append(seconds)
         self.next_save = None
-        return self._tell_save() if wait else None
+        return self.tell_save() if wait else None
 
     def about(self) -> dict[str, Any]:
         """What a checkpoint of this moment says besides its tensors."""

@@ -95,9 +95,9 @@ class Elastic:
                 if world not in self.plans:
                     try:
                         self.plans[world] = plan_for(self.first, (world,)) if plan_for is not None else None
-                    except UserError as error:
+                    except Exception as error:  # whatever the planner fails of is no reason to end a run that trains
                         self.plans[world] = None
-                        self.say(error.problem)
+                        self.say(_words(error))
             if (found := self.plans[world]) is not None:
                 return found
         return None
@@ -180,9 +180,12 @@ class Elastic:
                         self.why, self.figures, self.next = f"{self.where} says so", {}, found
                 if self._slow is not None and self.next is None and self.better is not None:
                     self._look_for_better(self._slow, self.better)
-            except UserError as error:
-                said = error.problem
+            except Exception as error:
+                said = _words(error)
             if said and said != self._told:
-                with contextlib.suppress(Exception):
-                    self.say(said)
+                self.say(said)
             self._told = said
+
+
+def _words(error: Exception) -> str:
+    return error.problem if isinstance(error, UserError) else f"another plan was not found: {type(error).__name__}: {str(error)[:200]}"
