@@ -43,13 +43,15 @@ SMALL: dict[str, dict[str, Any]] = {
 STEPS = 100
 
 
-def predict(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def predict(cases: dict[str, dict[str, Any]], only: str) -> dict[str, Any]:
     """The plan of each case, or what is missing."""
     from foretell import api
     from foretell.plan import file
 
     found = {}
     for name, asked in cases.items():
+        if only not in name:
+            continue
         answer = api.plan(**asked)
         found[name] = {"plan": file.to_json(answer.plan) if answer.plan is not None else None, "why": answer.why, "hbm": asked.get("hbm")}
         print(name, answer.headline(), flush=True)
@@ -93,7 +95,8 @@ def main() -> None:
     options = parser.parse_args()
     place = Path(tempfile.gettempdir()) / "qlora_small.json" if options.small else PREDICTED
     if options.what == "predict":
-        place.write_text(json.dumps(predict(SMALL if options.small else CASES), indent=1) + "\n")
+        known = json.loads(place.read_text()) if options.only and place.exists() else {}
+        place.write_text(json.dumps(known | predict(SMALL if options.small else CASES, options.only), indent=1) + "\n")
         return
     for name, known in json.loads(place.read_text()).items():
         if options.only not in name:

@@ -68,7 +68,8 @@ def test_a_path_is_the_one_that_typer_makes_of_it(more: dict[str, Any], tmp_path
 
 
 def test_a_run_imports_no_pydantic(tmp_path: Path) -> None:
-    words = ["run", str(tmp_path / "none.json"), "--device", "cpu", "--max-restarts", "2", "--save-every", "5", "--out", str(tmp_path), "--no-standby"]
+    out = ["--out", str(tmp_path)]
+    words = ["run", str(tmp_path / "none.json"), "--device", "cpu", "--max-restarts", "2", "--save-every", "5", *out, "--no-standby"]
     code = f"import sys\nfrom foretell.cli import main\nassert main({words}) == 2\nprint('pydantic' in sys.modules)"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
