@@ -80,7 +80,7 @@ def link(name: str) -> Link:
     if found is None:
         known = [item.name for item in links()]
         networks = ", ".join(f"{row['family']}{'/'.join(map(str, row['gigabits']))}" for row in _tables()["network"])
-        error = UnknownName("link", name, known, remedy=f"networks are {networks}")
+        error = UnknownName("link", name, known, remedy=f"networks are {networks}; or what a long way carries, such as 1Gbit/30ms")
         error.detail = f"known links: {', '.join(known)}"
         raise error
     return found

@@ -242,7 +242,7 @@ def careful_limit(trace: types.Trace, capacity: int, beside: int) -> int:
     """What the allocator may use if the prediction is to hold: the limit less what it is uncertain by.
 
     Half of the band of reserved memory; all of it where several ranks' streams are involved or activations are moved (which reserved up
-    to 0.8 % more than was said), and the wider band where parts of the
+    to 1.1 % more than was said), and the wider band where parts of the
     rules are fitted rather than known (workspaces of convolutions and recurrent layers); twice where states are moved, which
     reserved up to 5 % more than was said. All that twice under a release of torch that was not checked,
     and four times where sizes hang on what data chooses.
