@@ -120,7 +120,7 @@ def test_help_answers_at_once() -> None:
 def test_help_names_every_command_and_option() -> None:
     commands = run("--help").stdout
     listed = re.findall(r"^  (\w+)  ", commands[commands.index("Commands:") :], re.MULTILINE)
-    assert sorted(listed) == sorted(["fit", "plan", "run", "watch", "verify", "compare", "report", "probe", "hardware", "zoo", "doctor"])
+    assert sorted(listed) == sorted(["fit", "plan", "run", "serve", "watch", "verify", "compare", "report", "probe", "hardware", "zoo", "doctor"])
     for name in names.UNDER.values():
         parent, child = name.split()
         assert f"foretell {name}" in " ".join(run(parent, "--help").stdout.split()) or parent == "zoo"
@@ -273,7 +273,7 @@ def test_options_reach_the_api() -> None:
         "adapter": "lora", "lora_alpha": 8.0, "lora_dropout": 0.0, "lora_targets": None, "lora_train": None, "base": (),
         "infer": True, "overrides": {"layers": 2}, "hints": {"a": 0.5}, "loss": None, "expandable_segments": True,
         "cache": False, "compile": True, "channels_last": False, "tokens": None, "samples": None, "epochs": 90.0, "dataset_size": 1.28e6,
-        "region": "FR", "price": 2.5, "trace_out": "step.json", "time_limit": 600.0, "keep_writes": False, "loss_chunks": 1,
+        "region": "FR", "price": 2.5, "trace_out": "step.json", "time_limit": 600.0, "keep_writes": False, "loss_chunks": 1, "mtbf": None,
         "state_format": "fp32", "sync_every": None, "outer_lr": 0.7, "outer_momentum": 0.9, "sync_format": "fp32", "sync_delay": 0,
     }  # fmt: skip
     assert done.returncode == 0, done.stderr

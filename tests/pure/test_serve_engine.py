@@ -16,6 +16,7 @@ from foretell.errors import ModelError, UserError
 from foretell.serve.engine import CANCELLED, LENGTH, STOP, ServingEngine, StepLimits
 from foretell.serve.sampling import Sampling, choose
 from foretell.trace.serving.packed import NAME, Packed
+from tests.further import further
 
 COMMON: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -81,7 +82,8 @@ FULL = pytest.mark.slow(reason="a hundred prompts of what ten show, and further 
 @pytest.mark.parametrize(
     ("name", "count"),
     [
-        *((name, 10) for name in QUICK), *(pytest.param(name, 100, marks=FULL) for name in QUICK),
+        *further([(name, 10) for name in QUICK], [(name, 10) for name in ("llama", "gpt2", "gemma2", "opt")], "four families show it"),
+        *(pytest.param(name, 100, marks=FULL) for name in QUICK),
         *(pytest.param(name, 10, marks=FULL) for name in MORE),
     ],
 )

@@ -260,7 +260,9 @@ def test_what_is_frozen_is_gathered_and_not_reduced() -> None:
 )
 def test_other_optimizers(optimizer: str) -> None:
     """One image: the gradients of two parameters share a storage. Slack: step counters on the host, norms."""
-    compare(workload("vit-tiny", 1, depth=2), Recipe(optimizer=optimizer, clip=1.0), (4,), slack=2048)
+    build, recipe = workload("vit-tiny", 1, depth=2), Recipe(optimizer=optimizer, clip=1.0)
+    dry_run(build, replace(recipe, precision="fsdp-bf16"), 4, every_block)  # once in a process DTensor tries its ops on tensors of whole shapes
+    compare(build, recipe, (4,), slack=2048)
 
 
 class Wrapped(nn.Module):

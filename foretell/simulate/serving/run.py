@@ -21,6 +21,8 @@ INSIDE = 0.95
 """Share of requests that must keep the limits where a server is said to keep them."""
 SEARCHES = 12
 """Rates that are tried for the highest."""
+MOST_REQUESTS = 5000
+"""Of a rate that is tried: quick ones would have many in the same time."""
 
 
 def shape_of(step: Step) -> StepShape:
@@ -244,7 +246,8 @@ def capacity(load: Load, made: Callable[[], Scheduler], seconds: Seconds, limit:
 
     def tried(rate: float) -> Served | None:
         scheduler = made()
-        found = simulated(load.at_rate(rate), scheduler, seconds, duration, most_waiting=4 * scheduler.limits.running + 64)
+        some = min(duration, MOST_REQUESTS / rate)
+        found = simulated(load.at_rate(rate), scheduler, seconds, some, most_waiting=4 * scheduler.limits.running + 64)
         return found if not found.gave_up and found.answers and found.inside(limit) >= INSIDE else None
 
     low = 20.0 / duration
