@@ -28,6 +28,7 @@ from foretell.trace.store.traces import traced
 PRECISIONS = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
 SHOWN = (1, 8, 32, 128)
 """Sequences that generate, of which steps are told."""
+POSITIONS = "requests longer than the model's own positions are counted as served; the engine refuses them"
 NOTE = "attention over pages as vLLM's kernels take (public tables, 11 to 22 % off in the median); this engine's own steps were not measured on a GPU"
 
 
@@ -158,7 +159,7 @@ def forecast(asked: ServingAsked) -> ServingForecast:
         step_bytes=memory.reserved_bytes - costs.weights_bytes - pages_bytes, context_bytes=memory.device_bytes - memory.reserved_bytes,
         device_bytes=memory.device_bytes, pages=asked.pages, page_tokens=asked.size, running=asked.running, step_tokens=tokens,
         steps=_steps(costs, asked, tokens), load=told, capacity_rate=rate, dollars_per_million=dollars,
-        assumptions=(*entry.notes, NOTE, *(("CUDA graphs: the host's launches are left out",) if asked.graphs else ())),
+        assumptions=(*entry.notes, NOTE, POSITIONS, *(("CUDA graphs: the host's launches are left out",) if asked.graphs else ())),
     )  # fmt: skip
 
 

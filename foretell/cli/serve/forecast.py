@@ -61,7 +61,7 @@ def _lines(found: ServingForecast, load: str | None, slo: str | None) -> list[st
         f"{human_bytes(found.token_bytes)} a token)",
         f"          largest step {human_bytes(found.step_bytes)} ({found.running} sequences, {found.step_tokens} tokens)  "
         f"context {human_bytes(found.context_bytes)}",
-        f"room      {found.pages * found.page_tokens:,} tokens at once; a request that grows to all of them is served, alone",
+        f"room      {found.pages * found.page_tokens:,} tokens at once, of one request as far as the model's own positions reach",
     ]
     for one in found.steps:
         what = f"{one.generating} generate at {one.context:,} tokens" if one.generating else f"{one.prompt:,} tokens of a prompt"
