@@ -172,7 +172,7 @@ def split_llama(model: nn.Module, ranks: Ranks) -> None:
     for block in model.blocks:
         parallelize_module(block, mesh, inner)
     rotary = model.rotary.forward
-    model.rotary.forward = lambda x: rotary(x.new_zeros(1, x.shape[1] * mesh.size(), 1))
+    model.rotary.forward = lambda x, positions=None: rotary(x.new_zeros(1, x.shape[1] * mesh.size(), 1))
 
 
 def start(plan: Plan, source: Source) -> tuple[Ranks, RankStages]:
