@@ -1,4 +1,4 @@
-# make setup test fuzz-readers lint docs site wheel check-wheel release demo bench-memory clean; PYTHON=python3.12 make setup picks another interpreter.
+# make setup test fuzz-readers lint docs site wheel check-wheel release demo demo-serve bench-memory clean; PYTHON=python3.12 make setup picks another interpreter.
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +9,7 @@ WORKERS ?= 4
 # One thread each; and bytecode is kept, whatever the shell says: dozens of processes would compile the same files anew.
 QUIET := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
-.PHONY: setup demo test test-slow fuzz-readers lint docs site wheel check-wheel release bench-memory clean
+.PHONY: setup demo demo-serve test test-slow fuzz-readers lint docs site wheel check-wheel release bench-memory clean
 
 setup: $(INSTALLED)
 
@@ -22,6 +22,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 demo: setup
 	$(BIN)/foretell run demo
+
+# Trains a byte-level GPT, measures this machine, foretells a load, serves it, and prints predicted beside measured; about three minutes.
+demo-serve: setup
+	$(BIN)/python benchmarks/demo_serve.py
 
 # Importing torch takes seconds, so a file stays with one worker; a worker uses one core, and often waits for its processes:
 # four keep two cores busy. Files go in the order they are collected in: those of many ranks, the longest, first.

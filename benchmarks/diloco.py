@@ -36,6 +36,11 @@ TEXT = str(Path(json.__file__).parent.parent / "asyncio")
 MODEL, MICRO = "gpt-tiny", 8
 TRAIN = ["--seed", "0", "--save-every", "0", "--eval-batches", "32"]
 Case = dict[str, Any]
+SETTINGS: dict[str, Any] = {
+    f"H {every}, outer {rate:g}, momentum {momentum:g}": {"every": every, "outer": {"lr": rate, "momentum": momentum}}
+    for every, rate, momentum in ((10, 0.7, 0.9), (10, 1.0, 0.0), (10, 1.0, 0.3), (5, 1.0, 0.0), (5, 1.0, 0.3), (2, 1.0, 0.0))
+}
+"""Of rounds whose loss alone is compared: no link between them."""
 
 
 def cases(steps: int) -> dict[str, Case]:
@@ -55,6 +60,8 @@ def cases(steps: int) -> dict[str, Case]:
         "usual rate, int8": {"sync": {"every": 20, "format": "int8"}, "steps": steps, "link": True, "micro": 2, "lr": "3e-4"},
         "pair, int8": {"sync": {"every": 50, "format": "int8"}, "steps": 150, "link": True},
         "pair, every step": {"sync": None, "steps": 24, "link": True},
+        **{f"small steps, loss, {name}": {"sync": sync, "steps": steps, "link": False, "micro": 2} for name, sync in SETTINGS.items()},
+        "small steps, loss, H 5, 3e-3": {"sync": SETTINGS["H 5, outer 1, momentum 0"], "steps": steps, "link": False, "micro": 2, "lr": "3e-3"},
     }
 
 
@@ -197,7 +204,7 @@ def summary(found: list[dict[str, Any]]) -> str:
         every, loss = by_name.get(f"{kind}every step"), by_name.get(f"{kind}loss, every step")
         loss = loss if loss is not None and loss["steps"] == row["steps"] else None
         text = f"{name}: {row['rate']:,.0f} tokens/s, held-out loss {row['eval_loss']:.4f}"
-        if "share" in row:
+        if "share" in row and row.get("predicted"):
             text += f", {row['share']:.1%} of compute alone (predicted {row['predicted']['share']:.1%})"
             if every:
                 ratio = every["mean_seconds"] / row["mean_seconds"]

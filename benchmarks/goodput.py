@@ -4,7 +4,8 @@
     python benchmarks/goodput.py --every 60 --kills 9 --ranks 2 --beside "other jobs"
     python benchmarks/goodput.py --summary
 
-The run is `foretell run --mtbf 60s --max-restarts N`. The first three kills are for measuring what goodput follows from: the seconds
+The run is `foretell run --mtbf 60s --max-restarts N`, or with `--memory-every STEPS` instead of --mtbf. The first three kills are for
+measuring what goodput follows from: the seconds
 of a step, of a checkpoint and of a restart. Then it is predicted, and the kills after are for the measured share: steps that count
 between the checkpoints from which the run went on after the third and the last kill, at the pace of steps beside which nothing is
 saved, by the time between these kills. The limit is that share for checkpoints of this cost, written at once, and restarts of no
@@ -68,13 +69,14 @@ def loss(output, batch): return output.square().mean()
 '''
 
 
-def prepared(work: Path, ranks: int, cost: float, mtbf: float) -> Trial:
+def prepared(work: Path, ranks: int, cost: float, mtbf: float, memory_every: int) -> Trial:
     shutil.rmtree(work, ignore_errors=True)
     (work / "trial").mkdir(parents=True)
     (work / "mine.py").write_text(MODEL)
     source = {"model": str(work / "mine.py"), "overrides": {"rows": int(ROWS_A_SECOND * cost)}, "seq": 32}
     file.write(Plan(model=source, hardware="CPU", micro_batch=2, precision="fp32", mesh=Mesh(dp_replicate=ranks)), work / "plan.json")
-    words = ("--device", "cpu", "--mtbf", f"{mtbf:g}s", "--max-restarts", "1000")
+    often = ("--memory-every", str(memory_every)) if memory_every else ("--mtbf", f"{mtbf:g}s")
+    words = ("--device", "cpu", *often, "--max-restarts", "1000")
     environment = (("OMP_NUM_THREADS", "1"), ("CUDA_VISIBLE_DEVICES", ""))
     asked = ChaosRequest(
         plan=work / "plan.json", world=ranks, work=work, steps=STEPS, words=words, environment=environment, limit_s=300.0,
@@ -100,8 +102,13 @@ def costs_of(out: Path) -> FailureCosts:
     return measured_costs(figures(out), FailureCosts(step=None, checkpoint=nothing, written=nothing, restart=nothing))
 
 
-def measured(ranks: int, every: float, kills: int, cost: float, work: Path) -> dict[str, Any]:
-    trial, rng = prepared(work, ranks, cost, every), random.Random("goodput")
+def predicted_of(costs: FailureCosts, every: float, memory_every: int) -> Goodput:
+    """At the interval that loses the least, or at the one that was asked for."""
+    return goodput(costs, every, memory_every * costs.step.seconds if memory_every and costs.step is not None else None)
+
+
+def measured(ranks: int, every: float, kills: int, cost: float, work: Path, memory_every: int = 0) -> dict[str, Any]:
+    trial, rng = prepared(work, ranks, cost, every, memory_every), random.Random("goodput")
     asked = trial.request
     try:
         trial.start(str(asked.plan), "--steps", str(STEPS), "--schedule", "constant", "--out", str(trial.out))
@@ -111,7 +118,7 @@ def measured(ranks: int, every: float, kills: int, cost: float, work: Path) -> d
         for number in range(1, kills + 1):
             found.append(killed(trial, first + number * every, rng))
             if number == FIRST:
-                predicted = goodput(costs_of(trial.out), every)
+                predicted = predicted_of(costs_of(trial.out), every, memory_every)
         assert predicted is not None and trial.child is not None
         trial.child.send_signal(signal.SIGTERM)
         trial.end()
@@ -122,8 +129,9 @@ def measured(ranks: int, every: float, kills: int, cost: float, work: Path) -> d
     pace = figures(trial.out, int(found[FIRST - 1]["from"]))["step"][0]
     wall, steps = found[-1]["at"] - found[FIRST - 1]["at"], int(found[-1]["from"] - found[FIRST - 1]["from"])
     share = steps * pace / wall
-    hindsight = goodput(costs_of(trial.out), every)
+    hindsight = predicted_of(costs_of(trial.out), every, memory_every)
     return {
+        **({"memory_every": memory_every} if memory_every else {}),
         "ranks": ranks, "every_seconds": every, "kills": kills - FIRST, "steps": steps, "wall_seconds": round(wall, 1), "goodput": round(share, 4),
         "predicted": round(predicted.share, 4), "limit": round(predicted.limit, 4), "of_limit": round(share / predicted.limit, 4),
         "points_off": round(100 * (predicted.share - share), 2), "predicted_afterwards": round(hindsight.share, 4),
@@ -147,6 +155,7 @@ def main() -> int:
     ask.add_argument("--kills", type=int, default=9)
     ask.add_argument("--ranks", type=int, default=2)
     ask.add_argument("--cost", type=float, default=0.3)
+    ask.add_argument("--memory-every", type=int, default=0, help="steps between checkpoints in memory, and none on disk")
     ask.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "foretell-goodput")
     ask.add_argument("--out", type=Path, default=RESULTS)
     ask.add_argument("--beside", default="", help="what else this machine does meanwhile: goes into the row")
@@ -157,7 +166,7 @@ def main() -> int:
             ask.error(f"--kills {asked.kills}: the first {FIRST} are for measuring; give more")
         import torch
 
-        row = measured(asked.ranks, asked.every, asked.kills, asked.cost, asked.work)
+        row = measured(asked.ranks, asked.every, asked.kills, asked.cost, asked.work, asked.memory_every)
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
         row |= {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "torch": torch.__version__, "cores": os.cpu_count(), "commit": commit,
                 "load": round(os.getloadavg()[2], 1), **({"beside": asked.beside} if asked.beside else {})}  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import stat
@@ -18,10 +19,12 @@ PARTIAL = ".partial-"
 def write_atomically(target: str | Path, content: str | bytes, *, parents: bool = True) -> None:
     """All of it on the disk or nothing, also when interrupted, when power fails or when the disk is full.
 
-    A file that is there keeps its mode, a new one gets the usual one; a link or a pipe is replaced. `parents`: make the
-    folder where there is none.
+    A file that is there keeps its mode, a new one gets the usual one; a link or a pipe is replaced, a device and a link in
+    /dev (/dev/stdout) are not. `parents`: make the folder where there is none.
     """
     target, data = Path(target), content.encode() if isinstance(content, str) else content
+    if _is_device(target):  # a file in its place would break every program that uses it
+        raise OSError(errno.EINVAL, "it is a device, not a file")
     if parents:
         target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(f"{PARTIAL}{os.getpid()}-{os.urandom(6).hex()}")
@@ -39,6 +42,12 @@ def write_atomically(target: str | Path, content: str | bytes, *, parents: bool 
         aside.unlink(missing_ok=True)
         raise
     _sync_folder(target.parent)
+
+
+def _is_device(target: Path) -> bool:
+    if target.is_symlink():
+        return os.path.realpath(target.parent) == "/dev"
+    return target.is_char_device() or target.is_block_device()
 
 
 def _sync_folder(folder: Path) -> None:

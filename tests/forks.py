@@ -36,6 +36,7 @@ from typing import Any
 from unittest import mock
 
 from foretell.runtime.process import child, launch
+from foretell.runtime.process.supervise import keep
 from foretell.trace.sandbox import process, server
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -343,6 +344,7 @@ def become(
                 os.close(handle)
     sys.path[:] = [cwd, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *_base]
     sys.argv = ["foretell", *words]
+    keep.IMPORT_ONCE = False  # ranks are forked from here, where torch is imported
     _play(code)
 
 

@@ -213,13 +213,17 @@ def whole_run(saved: Plan | None, tokens: float | None) -> Run | None:
 
 def goodput_of_choice(choice: Choice, saved: Plan | None, mtbf: float | None) -> Goodput | None:
     """The useful share of a run with a plan that fails now and then: what its ranks save is counted where the plan was costed op by op."""
-    from foretell.simulate.goodput import SAVED, assumed_costs, goodput
+    from foretell.simulate.goodput import SAVED, assumed_costs, goodput, rejoin_costs, rejoining
 
     if mtbf is None or saved is None:
         return None
-    said, cost = saved.predicted, choice.best.cost if choice.best is not None and choice.best.plan is saved else None
+    said, sync, on = saved.predicted, saved.sync, parse(saved.hardware)
+    if sync is not None and sync.quorum:
+        known = rejoin_costs(said.get("sync", {}).get("kept_bytes", 0), on, said.get("step_seconds"))
+        return rejoining(known, mtbf, replicas=saved.mesh.dp_replicate, quorum=sync.quorum, every=sync.every)
+    cost = choice.best.cost if choice.best is not None and choice.best.plan is saved else None
     counted = sum(cost.worst.memory.categories.get(name, 0) for name in SAVED) if cost is not None else said.get("allocated_bytes", 0)
-    return goodput(assumed_costs(counted, parse(saved.hardware), said.get("step_seconds"), saved.mesh.world), mtbf)
+    return goodput(assumed_costs(counted, on, said.get("step_seconds"), saved.mesh.world), mtbf)
 
 
 def load_plan(path: str | Path) -> PlanAnswer:

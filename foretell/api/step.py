@@ -137,7 +137,7 @@ def _recipe(asked: Mapping[str, Any], cluster: Cluster) -> Recipe:
     infer, compile = asked["infer"], asked["compile"]
     sync, replicas = sync_of(asked), 1
     if sync is not None:
-        replicas = _replicas(cluster, infer)
+        replicas = _replicas(cluster, infer, one_process=sync.quorum > 0)
     sharded = cluster.count > replicas and not infer
     same = ("optimizer", "recompute", "accumulate", "clip", "channels_last", "loss_chunks", "state_format")
     plain = {name: asked[name] for name in same}
@@ -156,14 +156,14 @@ def _recipe(asked: Mapping[str, Any], cluster: Cluster) -> Recipe:
     return recipe
 
 
-def _replicas(cluster: Cluster, infer: bool) -> int:
+def _replicas(cluster: Cluster, infer: bool, *, one_process: bool) -> int:
     """Replicas that step alone where no plan says which: one for each node, or, on one node, one for each device."""
     if infer or cluster.count == 1:
         raise UserError("--sync-every joins replicas, and there is one device" if not infer else "--sync-every is of training, and --infer is given",
                         "name several, such as --on 2x8xH100, or leave it out")  # fmt: skip
     if cluster.groups:
         raise UserError("--sync-every with groups of unlike nodes is not predicted", "equal nodes, such as 2x8xH100")
-    return cluster.nodes if cluster.nodes > 1 else cluster.count
+    return cluster.nodes if cluster.nodes > 1 and not one_process else cluster.count
 
 
 def _source(asked: Mapping[str, Any]) -> Source:

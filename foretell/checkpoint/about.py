@@ -4,6 +4,7 @@
     data       where the run was in its samples
     optimizer  settings by groups of parameters, and state that is no tensor
     base       of adapters: a digest of the weights they were trained on
+    used       of replicas that come and go: steps of each that are in the weights
     versions, date, schedule; nonfinite: names of tensors that may hold NaN
 """
 
@@ -30,6 +31,8 @@ def check(about: Mapping[str, Any], world: int) -> None:
         _kind(about, name, str, name)
     if not _are_texts(about.get("nonfinite") or []):
         raise ValueError(f"nonfinite is {_short(about['nonfinite'])}")
+    if not isinstance(used := about.get("used", []), list) or not all(is_whole(one) for one in used):
+        raise ValueError(f"used is {_short(used)}")
     _plan(about.get("plan", {}), world)
     _data(about.get("data", {}))
     _optimizer(about.get("optimizer", {}))

@@ -392,6 +392,15 @@ def opened(path: Path) -> int:
     return handle
 
 
+def read_start(path: Path, count: int) -> bytes:
+    """The first so many bytes of a file."""
+    handle = opened(path)
+    try:
+        return os.pread(handle, count, 0)
+    finally:
+        os.close(handle)
+
+
 def read_file(path: Path, most: int) -> bytes:
     handle = opened(path)
     try:

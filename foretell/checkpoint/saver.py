@@ -30,7 +30,17 @@ import torch
 from torch import Tensor
 
 from foretell.checkpoint import store
-from foretell.checkpoint.format import MANIFEST, CheckpointFile, Header, Manifest, TensorMeta, dump_manifest, file_name
+from foretell.checkpoint.format import (
+    MANIFEST,
+    CheckpointFile,
+    Header,
+    Manifest,
+    TensorMeta,
+    dump_manifest,
+    file_name,
+    parse_header,
+    read_start,
+)
 from foretell.checkpoint.store import PARTIAL, SavedCheckpoint
 from foretell.checkpoint.write import FileLayout, Image, Live, TensorPiece, pwrite, write_file
 from foretell.errors import FileFormatError, UserError
@@ -52,6 +62,19 @@ class SaveGroup(Protocol):
 
     def gather(self, value: Any) -> list[Any]:
         """Everybody's value, by rank, as JSON can say it."""
+        ...
+
+
+class HostCopies(Protocol):
+    """Hosts that share no folder: each has one of its own, with the files of its ranks and copies of those of another."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank names and removes folders of its host."""
+        ...
+
+    def copy(self, folder: Path) -> None:
+        """Send this rank's file to where its copy is kept, and write what others send."""
         ...
 
 
@@ -113,9 +136,14 @@ class Saver:
 
     def __init__(
         self, folder: Path, team: SaveGroup, back: SaveGroup, *, keep: int = KEEP, pin: bool = False,
-        spare: Callable[[], int | None] | None = None,
+        spare: Callable[[], int | None] | None = None, peers: HostCopies | None = None, room: Callable[[int], None] = lambda _: None,
+        reads_back: bool = True,
     ) -> None:  # fmt: skip
-        """`spare` tells how many bytes of host memory can be had; None where that is not known."""
+        """`spare` tells how many bytes of host memory can be had; None where that is not known. `peers` are there where each host
+        has a folder of its own; `room` raises where the folder has no room for so many bytes. Without `reads_back` whoever loads a
+        checkpoint is the first to verify it."""
+        self.peers, self.room, self.reads_back = peers, room, reads_back
+        self.leads = peers.leads if peers is not None else team.rank == 0
         self.folder, self.team, self.back, self.keep, self.pin = folder, team, back, keep, pin
         self.spare = spare or free_memory
         self.good: set[Path] = set()
@@ -220,6 +248,7 @@ class Saver:
         said: dict[str, Any] = {"generation": generation}
         try:
             layout = FileLayout(pieces, own, extra)
+            self.room(layout.bytes)
             if self.team.rank == 0:
                 self._make_folder(f"{store.folder_name(step)}.{generation[:8]}{PARTIAL}")
         except (OSError, UserError, RuntimeError, MemoryError) as error:
@@ -304,25 +333,32 @@ class Saver:
         try:
             if under.broken:
                 raise RuntimeError(under.broken)
+            if self.peers is not None:
+                under.partial.mkdir(mode=0o700, exist_ok=True)
             own = write_file(
                 under.partial / name, under.layout, rank=self.back.rank, step=under.step, generation=under.generation,
                 source=under.source, free=under.copied.set,
             )  # fmt: skip
             said = vars(own)
+            if self.peers is not None:  # not every host will have every file
+                said = said | {"header": read_start(under.partial / name, own.header_bytes).decode("latin-1")}
         except Exception as error:
             said = {"why": _words(error)}
         under.copied.set()
         told = self.back.gather(said)
+        headers = [one.pop("header", "").encode("latin-1") for one in told]
         why, manifest, aside = _first_why(told), None, None
-        if self.back.rank == 0:
+        if self.peers is not None and not why:
+            why = _first_why(self.back.gather(self._copied(self.peers, under.partial)))
+        if self.leads:
             try:
                 if not why:
-                    manifest, aside = self._commit(under, told)
+                    manifest, aside = self._commit(under, told, headers)
             except Exception as error:
                 why = _words(error)
             if why:
                 shutil.rmtree(under.partial, ignore_errors=True)
-        why = self.back.gather(why)[0]
+        why = next(filter(None, self.back.gather(why)), "")
         seconds = time.perf_counter() - under.began
         if why or own is None:
             return NotSaved(step=under.step, why=why), seconds, 0.0
@@ -338,11 +374,23 @@ class Saver:
             generation=under.generation, step=under.step, world=self.back.world, files=files, tensors={}, about=under.about
         )
 
-    def _commit(self, under: _Under, told: Sequence[Mapping[str, int]]) -> tuple[Manifest, Path | None]:
+    def _copied(self, peers: HostCopies, folder: Path) -> dict[str, str]:
+        try:
+            peers.copy(folder)
+        except Exception as error:
+            return {"why": _words(error)}
+        return {}
+
+    def _commit(
+        self, under: _Under, told: Sequence[Mapping[str, int]], headers: Sequence[bytes]
+    ) -> tuple[Manifest, Path | None]:  # fmt: skip
         """Rank 0: everything is there, so it gets its name. What had that name is put aside, and told."""
         draft = self._draft(under, {file_name(rank): CheckpointFile(**one) for rank, one in enumerate(told)})
         written = []
-        for name in draft.files:
+        for name, header in zip(draft.files, headers, strict=True):
+            if self.peers is not None and not (under.partial / name).exists():
+                written.append(parse_header(header, name, draft.files[name].bytes - draft.files[name].header_bytes))
+                continue
             if not (under.partial / name).exists():
                 raise OSError(0, f"{name} is not in {under.partial}: the run folder must be one that all machines share")
             written.append(store.read_header(under.partial, name, draft))
@@ -362,10 +410,10 @@ class Saver:
     def _checked(self, saved: SavedCheckpoint, name: str, aside: Path | None) -> str:
         """Read this rank's file back. What is wrong with any rank's; empty where nothing is."""
         found: list[str] = []
-        if (saved.path / name).exists():  # on a slow shared disk the new name may not be known everywhere yet
+        if self.reads_back and (saved.path / name).exists():  # on a slow shared disk the new name may not be known everywhere yet
             found = store.check_file(saved.path, name, saved.manifest)[1]
         why = _first_why(self.back.gather({"why": found[0]} if found else {}))
-        if self.back.rank != 0:
+        if not self.leads:
             return why
         if why:
             store.remove(saved.path)

@@ -1,8 +1,8 @@
 """Commands under commands: `foretell plan show` is one command, and so are older spellings of it. No torch.
 
-    fit  plan  run  watch  verify  compare  report  probe  hardware  zoo  doctor
-          │     │                     │                              │
-       show   demo                prove, diff                check, query, fuzz
+    fit  plan  run  serve  watch  verify  compare  report  probe  hardware  zoo  doctor
+          │     │     │                     │                              │
+       show   demo  bench               prove, diff                check, query, fuzz
      export    box
       eject   supervise
      advise   chaos
@@ -18,7 +18,7 @@ UNDER = {
     "demo": "run demo", "prove": "compare prove", "fuzz": "zoo fuzz",
 }  # fmt: skip
 """Old spelling → what it is called now; old ones work for one more version."""
-SHORT = {"diff": "compare diff", "supervise": "run supervise", "chaos": "run chaos"}
+SHORT = {"diff": "compare diff", "supervise": "run supervise", "chaos": "run chaos", "bench": "serve bench"}
 """Short spelling → the command; both stay."""
 
 

@@ -87,7 +87,7 @@ def _zoo(source: Source) -> str:
         config["image"] = source.image
     sizes = [size for size in (("seq", seq), ("image", image)) if size[1] is not None]
     return f'''
-{_zoo_text(entry.module)}
+{zoo_text(entry.module)}
 
 
 def build_model() -> nn.Module:
@@ -99,7 +99,7 @@ def example_batch(model: nn.Module) -> Any:
 '''
 
 
-def _zoo_text(module: str) -> str:
+def zoo_text(module: str) -> str:
     """A zoo module's source, with what it takes from others in front."""
     text = path_of(module).read_text(encoding="utf-8")
     tree = ast.parse(text)

@@ -15,7 +15,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from foretell.errors import ModelError
+from foretell.lower.compiling import compiled
 from foretell.trace.types import BUFFER, PARAMETER, Op, Program, Ref, Storage, TensorSpec, Trace
+from foretell.units import DTYPE_BYTES
 
 ATTEND = "foretell_serving.attend.default"
 """In a traced step: inputs are queries, keys and values, each (tokens, heads, size)."""
@@ -25,8 +27,20 @@ WRITE = "aten.cat.default"
 """What writing keys and values of a step costs: reading both and writing both."""
 
 
-Layer = tuple[TensorSpec, TensorSpec, TensorSpec]
-"""Queries, keys and values of one attention, each (tokens, heads, size)."""
+class Layer(NamedTuple):
+    """One attention."""
+
+    query: TensorSpec
+    """(tokens, heads, size), as keys and values."""
+    key: TensorSpec
+    value: TensorSpec
+    wide: int
+    """Size of a head of the result."""
+    window: int = 0
+    """Tokens that a query sees at most; 0: all."""
+
+    def seen(self, tokens: int) -> int:
+        return min(tokens, self.window) if self.window else tokens
 
 
 class StepShape(NamedTuple):
@@ -85,18 +99,68 @@ def resized(trace: Trace, tokens: int, rows: int) -> Trace:
     return replace(trace, programs=programs, storages={number: storage_of(number, one) for number, one in trace.storages.items()})
 
 
-def kv_bytes(trace: Trace) -> int:
-    """Of a token, all layers."""
-    return sum(ref.spec.nbytes // ref.spec.shape[0] for op in trace.ops() if op.name == ATTEND for ref in op.inputs[1:])
+def kv_bytes(trace: Trace, dtype: str = "", scale_bytes: int = 0) -> int:
+    """Of a token, all layers, in pages of this dtype (else the model's own) with so many bytes of scale for each head."""
+    found = 0
+    for op in trace.ops():
+        if op.name == ATTEND:
+            for _, heads, size in (ref.spec.shape for ref in op.inputs[1:]):
+                each = DTYPE_BYTES[dtype or op.inputs[1].spec.dtype]
+                found += heads * (size * each + (scale_bytes if size else 0))
+    return found
 
 
-def served_step(trace: Trace, shape: StepShape, cached: int) -> Trace:
-    """A step of this shape, beside pages for so many tokens."""
-    found = resized(trace, shape.tokens, max(1, shape.samples))
+def kept_bytes(trace: Trace, tokens: int, step: int = 0) -> int:
+    """Keys and values that a sequence of so many tokens needs, where those out of every window are given back: a layer with one keeps at
+    most it and the tokens of a step."""
+    found = 0
+    for op in trace.ops():
+        if op.name == ATTEND:
+            window = _window(op)
+            held = min(tokens, window + step) if window else tokens
+            found += held * sum(ref.spec.nbytes // ref.spec.shape[0] for ref in op.inputs[1:])
+    return found
+
+
+def latent(trace: Trace) -> Trace:
+    """Of latent attention (DeepSeek's) what its kernels keep: one compressed row and a rotary key a token, and queries that are as wide."""
+    sizes = _latent_sizes(trace)
+    if not sizes:
+        return trace
+
+    def narrowed(op: Op) -> Op:
+        if op.name != ATTEND or op.module not in sizes:
+            return op
+        tokens, heads, _ = op.inputs[0].spec.shape
+        size = sizes[op.module]
+        specs = ((tokens, heads, size), (tokens, 1, size), (tokens, 1, 0))
+        return replace(op, inputs=tuple(Ref(ref.storage, ref.spec._replace(shape=shape)) for ref, shape in zip(op.inputs, specs, strict=True)))
+
+    programs = {name: Program(name, tuple(map(narrowed, program.ops))) for name, program in trace.programs.items()}
+    return replace(trace, programs=programs, meta={**trace.meta, "latent": True})
+
+
+def _latent_sizes(trace: Trace) -> dict[str, int]:
+    """Module that attends → what its `kv_a_proj_with_mqa` makes of a token."""
+    found = {}
+    for op in trace.ops():
+        owner, _, name = op.module.rpartition(".")
+        if name == "kv_a_proj_with_mqa" and op.name.split(".")[1] in ("mm", "addmm"):
+            found[owner] = op.outputs[0].spec.shape[-1]
+    return found
+
+
+def served_step(
+    trace: Trace, shape: StepShape, cached: int, *, token_bytes: int | None = None, kv_dtype: str = "", way: str = "none"
+) -> Trace:  # fmt: skip
+    """A step of this shape, beside pages for so many tokens. `way`: how it is compiled, before attention is what this step needs of it:
+    pieces of prompts and rows that generate share one result, of which a compiler would keep the last."""
+    found = compiled(resized(trace, shape.tokens, max(1, shape.samples)), way)
     pool = max(found.storages) + 1
-    storages = {**found.storages, pool: Storage(cached * kv_bytes(trace), BUFFER, "")}
+    each = kv_bytes(trace) if token_bytes is None else token_bytes
+    storages = {**found.storages, pool: Storage(cached * each, BUFFER, "")}
     programs = {
-        name: Program(name, tuple(each for op in program.ops for each in (_attention(op, shape, pool) if op.name == ATTEND else (op,))))
+        name: Program(name, tuple(one for op in program.ops for one in (_attention(op, shape, pool, kv_dtype) if op.name == ATTEND else (op,))))
         for name, program in found.programs.items()
     }
     return replace(found, programs=programs, storages=storages, resident=(*found.resident, pool))
@@ -113,44 +177,53 @@ class Specs(NamedTuple):
     attrs: tuple[float | bool, ...]
 
 
-def generating(layer: Layer, many: int, tokens: int) -> Specs:
+def generating(layer: Layer, many: int, tokens: int, kv_dtype: str = "") -> Specs:
     """One token of each of many sequences, against as many tokens each."""
-    query, key, value = layer
-    heads, size, wide, dtype = query.shape[1], query.shape[2], value.shape[2], query.dtype
-    kept = [TensorSpec((many, one.shape[1], tokens, one.shape[2]), one.dtype) for one in (key, value)]
-    return Specs(PAGED, TensorSpec((many, heads, size), dtype), kept[0], kept[1], TensorSpec((many, heads, wide), dtype), ())
+    _, heads, size = layer.query.shape
+    dtype, seen = layer.query.dtype, layer.seen(tokens)
+    kept = [TensorSpec((many, one.shape[1], seen, one.shape[2]), kv_dtype or one.dtype) for one in (layer.key, layer.value)]
+    return Specs(PAGED, TensorSpec((many, heads, size), dtype), kept[0], kept[1], TensorSpec((many, heads, layer.wide), dtype), ())
 
 
 def prompting(layer: Layer, start: int, count: int) -> Specs:
     """A piece of a prompt, against itself and what is before it."""
-    query, key, value = layer
-    heads, size, wide, dtype = query.shape[1], query.shape[2], value.shape[2], query.dtype
-    kept = [TensorSpec((1, one.shape[1], start + count, one.shape[2]), one.dtype) for one in (key, value)]
-    return Specs(FLASH, TensorSpec((1, heads, count, size), dtype), kept[0], kept[1], TensorSpec((1, heads, count, wide), dtype), (0.0, True))
+    _, heads, size = layer.query.shape
+    dtype, seen = layer.query.dtype, min(start + count, layer.window + count) if layer.window else start + count
+    kept = [TensorSpec((1, one.shape[1], seen, one.shape[2] or size), one.dtype) for one in (layer.key, layer.value)]
+    return Specs(FLASH, TensorSpec((1, heads, count, size), dtype), kept[0], kept[1], TensorSpec((1, heads, count, layer.wide), dtype), (0.0, True))
+
+
+def _window(op: Op) -> int:
+    return next((int(one) for one in op.attrs if type(one) is int), 0)
+
+
+def layer_of(op: Op) -> Layer:
+    query, key, value = (ref.spec for ref in op.inputs)
+    return Layer(query, key, value, op.outputs[0].spec.shape[2], _window(op))
 
 
 def layers_of_attention(trace: Trace) -> list[Layer]:
     """Queries, keys and values of each layer, as traced."""
-    return [(op.inputs[0].spec, op.inputs[1].spec, op.inputs[2].spec) for op in trace.ops() if op.name == ATTEND]
+    return [layer_of(op) for op in trace.ops() if op.name == ATTEND]
 
 
-def _attention(op: Op, shape: StepShape, pool: int) -> Iterator[Op]:
-    layer = (op.inputs[0].spec, op.inputs[1].spec, op.inputs[2].spec)
-    query, key, value = layer
+def _attention(op: Op, shape: StepShape, pool: int, kv_dtype: str) -> Iterator[Op]:
+    layer = layer_of(op)
     asks, result = op.inputs[0].storage, op.outputs[0].storage
+    heads, sizes = layer.query.shape[1], layer.query.shape[2] + layer.wide
 
     def made(specs: Specs, pairs: int) -> Op:
         """`pairs`: of queries and keys that meet, of one head."""
         given = (Ref(asks, specs.query), Ref(pool, specs.key), Ref(pool, specs.value))
-        flops = 2 * pairs * query.shape[1] * (query.shape[2] + value.shape[2])
-        return Op(specs.name, given, (Ref(result, specs.result),), op.module, op.phase, flops, attrs=specs.attrs)
+        return Op(specs.name, given, (Ref(result, specs.result),), op.module, op.phase, 2 * pairs * heads * sizes, attrs=specs.attrs)
 
-    parts = [Op(WRITE, op.inputs[1:], (Ref(pool, key), Ref(pool, value)), op.module, op.phase, 0)]
+    parts = [Op(WRITE, op.inputs[1:], (Ref(pool, layer.key), Ref(pool, layer.value)), op.module, op.phase, 0)]
     if shape.generating:
         tokens = -(-shape.attended // shape.generating)
-        parts.append(made(generating(layer, shape.generating, tokens), shape.generating * tokens))
+        parts.append(made(generating(layer, shape.generating, tokens, kv_dtype), shape.generating * layer.seen(tokens)))
     for start, count in shape.chunks:
-        parts.append(made(prompting(layer, start, count), count * start + count * (count + 1) // 2))
+        whole = count * start + count * (count + 1) // 2
+        parts.append(made(prompting(layer, start, count), min(whole, count * layer.window) if layer.window else whole))
     parts[0] = replace(parts[0], allocates=op.allocates)
     parts[-1] = replace(parts[-1], frees=op.frees)
     yield from parts

@@ -22,6 +22,8 @@ from foretell.trace.types import Op, Program, Ref, TensorSpec, Trace
 from foretell.units import DTYPE_BYTES
 
 ROUND = "round"
+THROUGH_HUB = "through:hub"
+"""Of a message that one process gets from all, or sends to all."""
 OUTER = "outer"
 """The phase of what joins replicas."""
 
@@ -37,8 +39,11 @@ def scales_of(elements: int) -> int:
     return elements // BLOCK
 
 
-def sent_bytes(elements: int, replicas: int, format: str) -> int:
-    """What a rank sends in a round: a part to each other replica, and its own average to each."""
+def sent_bytes(elements: int, replicas: int, format: str, *, through_hub: bool = False) -> int:
+    """What a rank sends in a round: a part to each other replica, and its own average to each; or all of it to a hub."""
+    if through_hub:
+        whole = padded(elements, 1)
+        return 4 * whole if format == "fp32" else whole + 4 * scales_of(whole)
     part = padded(elements, replicas) // replicas
     return 2 * (replicas - 1) * (4 * part if format == "fp32" else part + 4 * scales_of(part))
 
@@ -63,7 +68,7 @@ def joined(trace: Trace, plan: Plan) -> Trace:
     replicas = plan.mesh.dp_replicate
     storages = Storages(trace.storages)
     elements = padded(trained_elements(trace), replicas)
-    making = _Round(storages, elements, replicas)
+    making = _Round(storages, elements, replicas, through_hub=plan.sync.quorum > 0)
     ops = tuple(making.in_codes() if plan.sync.format == "int8" else making.in_floats())
     return replace(
         trace, programs={**trace.programs, ROUND: Program(ROUND, ops)}, schedule={**trace.schedule, ROUND: ((ROUND, 1),)},
@@ -78,6 +83,8 @@ class _Round:
     storages: Storages
     elements: int
     replicas: int
+    through_hub: bool
+    """One process gets what all replicas send, and sends the mean to all: its link carries all of it."""
 
     def __post_init__(self) -> None:
         self.part = self.elements // self.replicas
@@ -151,7 +158,7 @@ class _Round:
         yield _op("aten.copy_.default", (self.begin,), self.begin)
 
     def _message(self, given: Ref, got: Ref) -> Op:
-        attrs = (f"axis:{DP_REPLICATE}", f"ranks:{self.replicas}")
+        attrs = (f"axis:{DP_REPLICATE}", f"ranks:{self.replicas}", *((THROUGH_HUB,) if self.through_hub else ()))
         return Op("foretell.all_to_all", (given,), (got,), "", OUTER, 0, (got.storage,), (given.storage,), attrs)
 
 

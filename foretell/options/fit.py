@@ -59,6 +59,8 @@ class StepOptions:
     outer_momentum: float = of_sync("outer_momentum")
     sync_format: str = of_sync("sync_format")
     sync_delay: int = of_sync("sync_delay")
+    sync_quorum: int = of_sync("sync_quorum")
+    sync_grace: float = of_sync("sync_grace")
     freeze: tuple[str, ...] = option((), "Freeze parameters whose names start with PREFIX; may be repeated.", metavar="PREFIX",
                                      typed=list[str], read=tuple)  # fmt: skip
     infer: bool = option(False, "Inference: one forward pass without gradients.")

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from foretell.hardware.types import Cluster
 
 MAY = ("adapters", "int8", "sync")
+SERVED = ("fp8", "int8", "int4", "kv-fp8", "kv-int8")
+"""With --serve: formats of weights, and of keys and values."""
 AXES = ("tp", "pp", "dp_shard", "dp_replicate", "cp", "ep")
 
 
@@ -70,9 +72,12 @@ class PlanOptions:
     outer_momentum: float = of_sync("outer_momentum")
     sync_format: str = of_sync("sync_format")
     sync_delay: int = of_sync("sync_delay")
+    sync_quorum: int = of_sync("sync_quorum")
+    sync_grace: float = of_sync("sync_grace")
     may: tuple[str, ...] | None = option(None, "What plans may do where nothing else fits: int8 (hold AdamW's moments in 8 bits), adapters (train "
-                                        "LoRA adapters instead of the model); and where links are slow: sync (see --sync-every).",
-                                  metavar="NAMES", typed=str, read=words.known_names("--may", MAY))  # fmt: skip
+                                        "LoRA adapters instead of the model); and where links are slow: sync (see --sync-every). "
+                                        "With --serve: fp8, int8, int4 (weights), kv-fp8, kv-int8.",
+                                  metavar="NAMES", typed=str, read=words.known_names("--may", tuple(dict.fromkeys(MAY + SERVED))))  # fmt: skip
     compile: str | None = option(None, "Fix torch.compile: none, blocks or model; default: those measured.", metavar="HOW")
     overrides: Mapping[str, Any] | None = option(
         None, "Change a setting of the model, such as layers=4; may be repeated.", flag="--set", metavar="KEY=VALUE", typed=list[str],

@@ -26,10 +26,14 @@ class RunOptions:
     eval_every: int | None = option(None, "Steps between evaluations on held-out samples; default: at the end.", metavar="N")
     eval_batches: int | None = option(None, "Evaluation batches; default 16.", metavar="N")
     save_every: int | None = option(None, "Steps between checkpoints; default: at the end.", metavar="N")
+    memory_every: int | None = option(None, "Steps between checkpoints in host memory (/dev/shm), and in that of another host where there are "
+                                            "several: restarts look there first.", metavar="N")  # fmt: skip
     mtbf: float | None = option(None, "Mean time between failures, e.g. 4h: checkpoints at the interval that minimises lost time.", metavar="TIME",
                                 typed=str, read=words.duration("--mtbf", "30m, 4h or 2d"))  # fmt: skip
     keep: int | None = option(None, "Checkpoints to keep; default 2.", metavar="N")
     no_save: bool = option(False, "No checkpoint at all: for measuring.")
+    exact: bool = option(False, "Sum gradients in one fixed order: the same bits on any number of replicas (dp_replicate) that divides the "
+                                "micro-batches of a step.")  # fmt: skip
     init_from: str | None = option(None, "Weights to begin with: a safetensors file, a Hugging Face folder, a run or a checkpoint.", metavar="PATH")
     init_missing: tuple[str, ...] | None = option(None, "Tensors, or beginnings of their names, that --init-from need not have; with commas.",
                                                   metavar="NAMES", typed=str, read=words.names)  # fmt: skip
@@ -65,7 +69,7 @@ class RunOptions:
 
     def asked(self) -> dict[str, object]:
         """What was said of the training, by name."""
-        apart = {"out", "resume", "device", *SUPERVISED, *(() if self.no_save else ("no_save",))}
+        apart = {"out", "resume", "device", *SUPERVISED, *(name for name in ("no_save", "exact") if not getattr(self, name))}
         return {name: value for name, value in vars(self).items() if value is not None and name not in apart}
 
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from foretell.errors import UserError
+from foretell.options import words
 from foretell.options.describe import option
 from foretell.trace.recipe import SYNC_FORMATS, Sync
 
-NAMES = ("sync_every", "outer_lr", "outer_momentum", "sync_format", "sync_delay")
+NAMES = ("sync_every", "outer_lr", "outer_momentum", "sync_format", "sync_delay", "sync_quorum", "sync_grace")
 _DESCRIBED: Mapping[str, Mapping[str, Any]] = {
     "sync_every": {
         "default": None, "metavar": "H",
@@ -24,6 +25,14 @@ _DESCRIBED: Mapping[str, Mapping[str, Any]] = {
     "sync_delay": {
         "default": 0, "metavar": "N",
         "help": "Steps of the next round that go on while a round's exchange is under way; needs --sync-every.",
+    },
+    "sync_quorum": {
+        "default": 0, "metavar": "N",
+        "help": "Replicas may come and go: N of them or more finish a round without the others; needs --sync-every; default: all, always.",
+    },
+    "sync_grace": {
+        "default": 10.0, "metavar": "TIME", "typed": str, "read": words.duration("--sync-grace", "5s, 30s or 2m"), "shown": "10s",
+        "help": "How long a round waits for the other replicas once a quorum has finished; needs --sync-quorum.",
     },
 }  # fmt: skip
 
@@ -46,6 +55,7 @@ def sync_of(given: Mapping[str, Any]) -> Sync | None:
     found = Sync(
         every=every, lr=float(given.get("outer_lr", 0.7)), momentum=float(given.get("outer_momentum", 0.9)),
         format=str(given.get("sync_format") or "fp32"), delay=int(given.get("sync_delay") or 0),
+        quorum=int(given.get("sync_quorum") or 0), grace=float(given.get("sync_grace", 10.0)),
     )  # fmt: skip
     if found.format not in SYNC_FORMATS:
         raise UserError(f"--sync-format {found.format} is not known", f"known: {', '.join(SYNC_FORMATS)}")
@@ -55,4 +65,10 @@ def sync_of(given: Mapping[str, Any]) -> Sync | None:
         raise UserError(f"--outer-momentum is {found.momentum:g}", "a number from 0 to 1, such as 0.9")
     if not 0 <= found.delay < every:
         raise UserError(f"--sync-delay is {found.delay}, and a round has {every} steps", f"from 0 to {every - 1}")
+    if found.quorum < 0:
+        raise UserError(f"--sync-quorum is {found.quorum}, not a number of replicas", "--sync-quorum 2, or leave it out for always all of them")
+    if found.grace != Sync(every=every).grace and not found.quorum:
+        raise UserError("--sync-grace is given without --sync-quorum", "add --sync-quorum N, for example --sync-quorum 2")
+    if found.quorum and found.delay:
+        raise UserError("--sync-delay is given beside --sync-quorum, whose replicas wait for the end of a round", "give one of the two")
     return found

@@ -15,7 +15,18 @@ from typing import Any
 from foretell.errors import FileFormatError, UserError
 from foretell.files import one_line, write_atomically
 from foretell.plan import paths, schema, text
-from foretell.plan.types import AXES, SCHEMA_VERSION, Adapters, Mesh, Pipeline, Plan, Residency, Split, Sync
+from foretell.plan.types import (
+    AXES,
+    SCHEMA_VERSION,
+    Adapters,
+    Mesh,
+    Pipeline,
+    Plan,
+    Residency,
+    ServeLayout,
+    Split,
+    Sync,
+)
 
 ALWAYS = (
     "version",
@@ -57,6 +68,14 @@ def read(path: str | Path) -> Plan:
             f"{where} cannot be read: {error.strerror or error}", "check the path and its permissions"
         ) from None
     return from_json(_parsed(content, str(where)), str(where))
+
+
+def read_training(path: str | Path) -> Plan:
+    """The same of a plan to train by; one to serve by is refused with what takes it."""
+    plan = read(path)
+    if plan.serve is not None:
+        raise UserError(f"{path} is a plan to serve a model, not to train it", f"foretell serve {text.shell_word(str(path))}")
+    return plan
 
 
 def write(plan: Plan, path: str | Path) -> None:
@@ -206,6 +225,7 @@ def _residency(value: Any) -> Residency:
 _WRITERS: Mapping[str, Any] = {
     "mesh": _mesh, "pipeline": _pipeline, "split": _split, "blocks": _blocks, "notes": _notes, "adapters": Adapters.to_json,
     "sync": lambda sync: None if sync is None else sync.to_json(),
+    "serve": lambda serve: None if serve is None else serve.to_json(),
 }  # fmt: skip
 _READERS: Mapping[str, Any] = {
     "mesh": lambda value: Mesh(**value),
@@ -216,4 +236,5 @@ _READERS: Mapping[str, Any] = {
     "placement": tuple,
     "adapters": lambda value: None if value is None else Adapters.from_json(value),
     "sync": lambda value: None if value is None else Sync.from_json(value),
+    "serve": lambda value: None if value is None else ServeLayout.from_json(value),
 }

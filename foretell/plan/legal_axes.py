@@ -138,6 +138,8 @@ def sync(plan: Plan) -> Found:
         yield "sync.every", f"is {how.every!r}, not a whole number above 1", "100, or no sync for every step"
     elif type(how.delay) is not int or not 0 <= how.delay < how.every:
         yield "sync.delay", f"is {how.delay!r}, and a round of {how.every} steps ends before the next one's does", f"0 to {how.every - 1}"
+    if how.quorum:
+        yield from _quorum(plan, how.quorum, how.grace, how.delay)
     if not 0 < how.lr <= 100:
         yield "sync.outer.lr", f"is {how.lr}, not a learning rate", "0.7"
     if not 0 <= how.momentum <= 1:
@@ -156,6 +158,19 @@ def sync(plan: Plan) -> Found:
         yield "precision", problem, "fp32, or bf16-mixed"
     if plan.compile == "graphs":
         yield "compile", "is graphs, and weights of replicas change between steps", "compile model"
+
+
+def _quorum(plan: Plan, quorum: int, grace: float, delay: int) -> Found:
+    """Replicas that may come and go, each one process."""
+    if type(quorum) is not int or not 1 <= quorum <= plan.mesh.dp_replicate:
+        yield "sync.quorum", f"is {quorum!r}, and there are {plan.mesh.dp_replicate} replicas", f"1 to {plan.mesh.dp_replicate}, or 0 for always all"
+    if not 0 <= grace < 1e6:
+        yield "sync.grace", f"is {grace}, not a number of seconds", "10"
+    if delay:
+        yield "sync.delay", f"is {delay} beside sync.quorum, whose replicas wait for the end of a round", "0, or no quorum"
+    if plan.mesh.dp_shard > 1:
+        problem = f"is given and mesh.dp_shard is {plan.mesh.dp_shard}: a replica that comes and goes is one process"
+        yield "sync.quorum", problem, "dp_shard 1, or no quorum"
 
 
 def states(plan: Plan, blocks: Sequence[str] | None) -> Found:

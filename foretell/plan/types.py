@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from foretell.trace.recipe import CODED_FORMATS as CODED_FORMATS
@@ -116,6 +116,62 @@ def moved_to(mode: str) -> str:
     return mode.removeprefix("recompute-") if mode in AWAY else mode
 
 
+WEIGHT_FORMATS = ("bf16", "fp8", "int8", "int4")
+KV_FORMATS = ("bf16", "fp8", "int8")
+"""bf16 stands for the 16 bits, or 32, that the model itself is in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeLayout:
+    """Ranks, formats and limits of a server."""
+
+    replicas: int = 1
+    tp: int = 1
+    pp: int = 1
+    weights: str = "bf16"
+    """Of products inside blocks; one of WEIGHT_FORMATS."""
+    kv: str = "bf16"
+    """One of KV_FORMATS."""
+    page: int = 16
+    """Tokens."""
+    pages: int = 1024
+    """Of each replica."""
+    running: int = 64
+    """Sequences of each replica."""
+    tokens: int = 512
+    """Of a step, of each replica."""
+    share: bool = True
+    """Prompts that begin alike share pages."""
+    graphs: bool = True
+    """The host's launches are replayed."""
+    compiled: bool = True
+    """Blocks under torch.compile."""
+    load: str = ""
+    """It was planned for, as `--load` takes it."""
+    slo: str = ""
+
+    @property
+    def devices(self) -> int:
+        return self.replicas * self.tp * self.pp
+
+    def to_json(self) -> dict[str, Any]:
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ServeLayout:
+        return cls(**data)
+
+    @property
+    def not_run_yet(self) -> tuple[str, ...]:
+        """What of it `foretell serve` does not do yet."""
+        found = []
+        if self.weights != "bf16":
+            found.append(f"{self.weights} weights")
+        if self.kv != "bf16":
+            found.append(f"{self.kv} keys and values")
+        return tuple(found)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """How to run one model on one machine or cluster."""
@@ -161,6 +217,8 @@ class Plan:
     compile: str = "none"
     kernels: Mapping[str, str] = field(default_factory=dict)
     """Op → kernel, by name."""
+    serve: ServeLayout | None = None
+    """How the model is served instead; None: it is trained. `mesh` has the same ranks."""
     predicted: Mapping[str, Any] = field(default_factory=dict)
     """What was predicted when the plan was made: step_seconds, low_seconds, high_seconds, memory_bytes, ..."""
     notes: tuple[str, ...] = ()

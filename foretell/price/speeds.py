@@ -14,6 +14,7 @@ from foretell.hardware.profile import Profile
 from foretell.hardware.types import Cluster, Device
 from foretell.lower.fsdp.sharded import DP_SHARD
 from foretell.lower.offload.activations import COPIES, moves
+from foretell.lower.sync import THROUGH_HUB
 from foretell.plan.mesh import OWN_RANKS, groups, sharing, sharing_experts
 from foretell.plan.types import Mesh, Plan
 from foretell.price import offload
@@ -204,8 +205,13 @@ def axis_of(op: Op) -> str:
 
 
 def message(op: Op) -> int:
-    """The larger buffer of a collective, in bytes."""
-    return max(op.bytes_read, op.bytes_written)
+    """The larger buffer of a collective, in bytes; where a hub has that of every rank on its own link, as much as makes an exchange of
+    all with all carry the same."""
+    largest = max(op.bytes_read, op.bytes_written)
+    if THROUGH_HUB not in op.attrs:
+        return largest
+    ranks = int(next(str(attr).removeprefix("ranks:") for attr in op.attrs if str(attr).startswith("ranks:")))
+    return largest * ranks * ranks // (ranks - 1)
 
 
 # ---------------------------------------------------------------------- the cores of one machine

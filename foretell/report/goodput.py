@@ -26,6 +26,8 @@ def of_run(folder: Path, mtbf: float | None = None) -> Goodput | None:
     from foretell.runtime.train.folder import read_settings
     from foretell.simulate.goodput import RESTART_SECONDS, FailureCosts, KnownSeconds, goodput, measured_costs
 
+    if _rejoins(folder):
+        return None  # a failure costs no restart of the run there, and what it costs is not measured step by step
     settings = read_settings(folder)
     wanted = mtbf if mtbf is not None else settings.mtbf if settings is not None else None
     found = figures(folder)
@@ -34,8 +36,20 @@ def of_run(folder: Path, mtbf: float | None = None) -> Goodput | None:
     usual = KnownSeconds(seconds=RESTART_SECONDS["cpu"], how="assumed", why="this run was not restarted; measured on CPUs")
     nothing = KnownSeconds(seconds=0.0, how="assumed")
     costs = measured_costs(found, FailureCosts(step=None, checkpoint=nothing, written=nothing, restart=usual))
-    every = settings.save_every * found["step"][0] if settings is not None and settings.save_every else None
+    steps = (settings.memory_every or settings.save_every) if settings is not None else 0
+    every = steps * found["step"][0] if steps else None
     return goodput(costs, wanted, every)
+
+
+def _rejoins(folder: Path) -> bool:
+    """Whether replicas of the run come and go."""
+    from foretell.plan import file as plans
+
+    try:
+        plan = plans.read(folder / "plan.json")
+    except (UserError, OSError):
+        return False
+    return plan.sync is not None and plan.sync.quorum > 0
 
 
 def figures(folder: Path, after: int = 0) -> dict[str, tuple[float, int]]:
@@ -47,6 +61,7 @@ def figures(folder: Path, after: int = 0) -> dict[str, tuple[float, int]]:
     begun = [row["step"] for row in rows if row.get("event") in ("start", "resume")]
     steps = [row for row in rows if row.get("event") == "step" and _is_time(row.get("seconds"))]
     done = [row for row in rows if row.get("event") == "save" and row.get("bytes")]
+    done = [row for row in done if row.get("where") == "memory"] or done  # a restart goes on from those
     saves = [row for row in done if _is_time(row.get("seconds")) and _is_time(row.get("stall_seconds"))]
     found: dict[str, tuple[float, int]] = {}
     took = {row["step"]: float(row["seconds"]) for row in steps if not any(0 < row["step"] - first <= _WARM_STEPS for first in begun)}
@@ -101,6 +116,12 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 def pieces(found: Mapping[str, Any]) -> list[str]:
     """`95.3 % of the time is useful at a failure every 4 h`, and what the rest is; from `Goodput.to_json`."""
     steps = f" ({found['interval_steps']:,} steps)" if found.get("interval_steps") else ""
+    if found.get("replicas"):
+        return [
+            f"{100 * found['share']:.1f} % useful at a failure of a replica every {human_seconds(found['mtbf_seconds'])}",
+            f"its unfinished rounds {100 * found['again']:.1f} %", f"until it is in a round again {100 * found['restarts']:.1f} %",
+            f"a round every {human_seconds(found['interval_seconds'])}{steps}",
+        ]  # fmt: skip
     return [
         f"{100 * found['share']:.1f} % useful at a failure every {human_seconds(found['mtbf_seconds'])}",
         f"checkpoints {100 * found['checkpoints']:.1f} %", f"done again {100 * found['again']:.1f} %", f"restarts {100 * found['restarts']:.1f} %",
@@ -123,5 +144,7 @@ def told_of(folder: Path) -> str:
 def sources(found: Mapping[str, Any], *, reasons: bool = True) -> list[str]:
     """How each of its inputs is known, and from what."""
     names = {"checkpoint": "checkpoint", "written": "written after", "restart": "restart"}
+    if found.get("replicas"):
+        names = {"restart": "restart of a replica"}
     return [f"{said} {words.seconds(one['seconds'])} {one['how']}" + (f" ({one['why']})" if one["why"] and reasons else "")
             for name, said in names.items() if (one := found["costs"][name])]  # fmt: skip

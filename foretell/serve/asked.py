@@ -42,6 +42,7 @@ def read(body: bytes, words: Words, *, chat: bool, longest: int) -> Asked:
         raise UserError(f"the body is no JSON: {str(error)[:100]}", "a JSON object") from error
     if not isinstance(given, dict):
         raise UserError("the body is no JSON object", 'such as {"prompt": "Once", "max_tokens": 16}')
+    _refuse_halves(given)
     for name in NOT_DONE:
         if given.get(name) not in (None, False, 0, 0.0, "", [], {}) and not (name == "best_of" and given[name] == 1):
             raise UserError(f"'{name}' is not supported", f"leave {name} out")
@@ -70,6 +71,15 @@ def read(body: bytes, words: Words, *, chat: bool, longest: int) -> Asked:
         prompts=tuple(prompts), samplings=samplings, stops=_stops(given.get("stop")), stream=stream, chat=chat,
         usage=isinstance(options, dict) and bool(options.get("include_usage")),
     )  # fmt: skip
+
+
+def _refuse_halves(given: Mapping[str, Any]) -> None:
+    """JSON can write half of a pair of UTF-16, which no text has."""
+    for name in ("prompt", "messages", "stop"):
+        try:
+            json.dumps(given.get(name), ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"'{name}' has half a character: \\u{ord(error.object[error.start]):04x}", "both halves, or none") from error
 
 
 def _prompts(prompt: Any, words: Words) -> list[tuple[int, ...]]:

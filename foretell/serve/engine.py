@@ -6,15 +6,15 @@ import hashlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from foretell.errors import UserError
-from foretell.serve.runner import StepRunner
+from foretell.serve.runner import Launched, StepRunner
 from foretell.serve.sampling import ChosenToken, Sampling
 from foretell.simulate.serving.pages import Pages
-from foretell.simulate.serving.scheduler import Scheduler, StepLimits
+from foretell.simulate.serving.scheduler import Scheduler, Step, StepLimits
 from foretell.simulate.serving.scheduler import Sequence as Scheduled
 
 LENGTH, STOP, CANCELLED = "length", "stop", "cancelled"
@@ -46,17 +46,30 @@ class TokenEvent(NamedTuple):
     ended: str
 
 
+class _Flight(NamedTuple):
+    """A step that was launched."""
+
+    step: Step
+    sampling: list[Completion]
+    """Who gets a token of it."""
+    launched: Launched
+
+
 class ServingEngine:
     """A model on one device, its pages, and who is served."""
 
-    def __init__(self, model: nn.Module, *, pages: int, size: int = 16, limits: StepLimits, share: bool = True, check: bool = True) -> None:
-        self.runner = StepRunner(model, pages, size, check=check)
+    def __init__(
+        self, model: nn.Module, *, pages: int, size: int = 16, limits: StepLimits, share: bool = True, check: bool = True,
+        compiled: bool = True, graphs: bool = True, runner: Any = None,
+    ) -> None:  # fmt: skip
+        self.runner = runner or _runner(model, pages, size, limits, check, compiled, graphs)
         self.scheduler = Scheduler(Pages(pages, size), limits)
         self.share = share
         self.longest = min(self.scheduler.longest, self.runner.context)
         """Tokens of a request, prompt and answer, at most."""
         self._numbers = itertools.count()
         self._under_way: dict[Scheduled, Completion] = {}
+        self._under_way_step: _Flight | None = None
 
     @property
     def idle(self) -> bool:
@@ -85,16 +98,43 @@ class ServingEngine:
             self.scheduler.end(generation.scheduled)
 
     def step(self) -> list[TokenEvent]:
-        """Compute the next step; the tokens it gave."""
+        """Compute the next step; the tokens it gave. On a GPU it is launched, and the tokens are those of the one before."""
+        under_way, before = self._launched(), self._under_way_step
+        if self.runner.ahead:
+            self._under_way_step = under_way
+        else:
+            before = under_way
+        events = [] if before is None else self._collected(before)
+        if under_way is not None:
+            self._done(under_way)
+        return events
+
+    def _launched(self) -> _Flight | None:
         step = self.scheduler.step()
         if not step:
-            return []
+            return None
         made = [self._under_way[row.sequence] for row in step]
         sampling = [one for one, row in zip(made, step, strict=True) if row.samples]
-        asked = [(one.how, len(one.tokens)) for one in sampling]
-        tokens = self.runner.run(step, [_row(one, row.start, row.count) for one, row in zip(made, step, strict=True)], asked)
-        self.scheduler.done(step)
-        return [self._taken(one, token) for one, token in zip(sampling, tokens, strict=True)]
+        asked = [(one.how, one.scheduled.generated) for one in sampling]
+        newest = {} if self._under_way_step is None else {one: -1 - place for place, one in enumerate(self._under_way_step.sampling)}
+        rows = [_row(one, row.start, row.count, newest.get(one)) for one, row in zip(made, step, strict=True)]
+        return _Flight(step, sampling, self.runner.launch(step, rows, asked))
+
+    def _collected(self, flight: _Flight) -> list[TokenEvent]:
+        """Tokens that have come; those of sequences that had ended before are nobody's."""
+        pairs = zip(flight.sampling, flight.launched.collect(), strict=True)
+        return [self._taken(one, token) for one, token in pairs if not one.ended]
+
+    def _done(self, flight: _Flight) -> None:
+        """The scheduler goes on: a sequence whose last token is under way takes part no more."""
+        self.scheduler.done(flight.step)
+        for one in flight.sampling:
+            if one.scheduled.generated >= one.how.most:
+                self.scheduler.end(one.scheduled)
+
+    def give_up(self) -> None:
+        """A step has failed: what was launched is not waited for."""
+        self._under_way_step = None
 
     def generate(self, prompts: Sequence[Sequence[int]], how: Sampling | Sequence[Sampling]) -> list[Completion]:
         """Answers to all of some prompts."""
@@ -106,7 +146,7 @@ class ServingEngine:
 
     def close(self) -> None:
         """The model is as it was."""
-        self.runner.packed.release()
+        self.runner.close()
 
     def _taken(self, one: Completion, token: ChosenToken) -> TokenEvent:
         if token.id in one.how.stop_tokens:
@@ -135,9 +175,20 @@ class ServingEngine:
         return key
 
 
-def _row(one: Completion, start: int, count: int) -> list[int]:
-    """Tokens of prompt and answer."""
+def _runner(model: nn.Module, pages: int, size: int, limits: StepLimits, check: bool, compiled: bool, graphs: bool) -> StepRunner:
+    if next(model.parameters()).device.type != "cuda":
+        return StepRunner(model, pages, size, check=check)
+    from foretell.serve.graphs import GraphRunner
+
+    return GraphRunner(model, pages, size, running=limits.running, tokens=limits.tokens, check=check, compiled=compiled, graphs=graphs)
+
+
+def _row(one: Completion, start: int, count: int, newest: int | None = None) -> list[int]:
+    """Tokens of prompt and answer; `newest` stands for one that nobody has seen yet."""
     end, prompt = start + count, len(one.prompt)
     if end <= prompt:
         return list(one.prompt[start:end])
-    return [*one.prompt[start:], *(token.id for token in one.tokens[max(0, start - prompt) : end - prompt])]
+    found = [*one.prompt[start:], *(token.id for token in one.tokens[max(0, start - prompt) : end - prompt])]
+    if len(found) < count and newest is not None:
+        found.append(newest)
+    return found

@@ -80,6 +80,14 @@ class HttpServer:
         if ready is not None:
             ready(server.sockets[0].getsockname()[1])
         self.stop = stopping.set
+
+        def ended() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is over
+                loop.call_soon_threadsafe(stopping.set)
+
+        self.keeper.when_ended = ended
+        if not self.keeper.alive:
+            stopping.set()
         await stopping.wait()
         self.keeper.drain()
         await loop.run_in_executor(None, self.keeper.join)

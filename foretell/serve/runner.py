@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from foretell.trace.serving.packed import REMEDY, Cached, How, Packed, layers_of
 PROBE_TOKENS = 12
 """Of the prompt that pages and the model's own forward must agree on."""
 AGREES = {torch.float32: 1e-3, torch.bfloat16: 8e-2, torch.float16: 2e-2}
-"""Of the largest logit: how far both may be apart."""
+"""Of the largest logit: how far both may be apart; or four times as far as the model is from itself among other rows."""
 
 
 class KvPool:
@@ -85,36 +85,56 @@ def attended(how: How, query: Tensor, key: Tensor, value: Tensor, gone: int) -> 
     return (shares @ v)[0].transpose(0, 1)
 
 
+class Launched(Protocol):
+    """A step under way."""
+
+    def collect(self) -> list[ChosenToken]:
+        """Its tokens, one for each row that samples; waits for them."""
+
+
+class Computed:
+    """A step that is done as soon as it is launched."""
+
+    def __init__(self, tokens: list[ChosenToken]) -> None:
+        self.tokens = tokens
+
+    def collect(self) -> list[ChosenToken]:
+        return self.tokens
+
+
 class StepRunner:
-    """A model, its pages and the device they are on."""
+    """A model, its pages and the device they are on: each step computed at once, in plain PyTorch."""
+
+    ahead = False
+    """A step can be launched before the tokens of the one before are known."""
 
     def __init__(self, model: nn.Module, pages: int, size: int, *, check: bool = True) -> None:
         self.model = model.eval()
         first = next(model.parameters())
         self.device, self.dtype = first.device, first.dtype
-        self.words, self.context = _words(model), _context(model)
+        self.words, self.context = words_in(model), context_of(model)
         self.packed = Packed(model)
         self.layers = layers_of(self.packed, self.device)
         self.pool = KvPool(self.layers, pages, size, self.dtype, self.device)
+        self.notes: list[str] = []
+        """What a user should know of how it runs."""
+        self._known: tuple[Tensor, float] | None = None
         if check:
             self._agrees()
 
-    def run(self, step: Step, tokens: Sequence[Sequence[int]], asked: Sequence[tuple[Sampling, int]]) -> list[ChosenToken]:
+    def launch(self, step: Step, tokens: Sequence[Sequence[int]], asked: Sequence[tuple[Sampling, int]]) -> Launched:
         """Compute a step: the tokens of each row, and how those that sample do. One token for each of these."""
-        if not step:
-            return []
-        logits = self._logits(step, tokens)
-        return choose(logits, asked) if asked else []
+        logits = self.logits(step, tokens)
+        return Computed(choose(logits, asked) if asked else [])
 
-    def _logits(self, step: Step, tokens: Sequence[Sequence[int]]) -> Tensor:
+    def close(self) -> None:
+        """The model is as it was."""
+        self.packed.release()
+
+    def logits(self, step: Step, tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Of the last token of each row that samples; of the very last where none does."""
         flat = [one for row in tokens for one in row]
-        positions = [place for row in step for place in range(row.start, row.start + row.count)]
-        last, keep = -1, []
-        for row in step:
-            last += row.count
-            if row.samples:
-                keep.append(last)
-        given, places, kept = (torch.tensor(one, device=self.device) for one in (flat, positions, keep or [last]))
+        given, places, kept = (torch.tensor(one, device=self.device) for one in (flat, *places_of(step)))
         return self.packed(given, places, kept, _Rows(self.pool, step, self.device))
 
     def _agrees(self) -> None:
@@ -129,20 +149,47 @@ class StepRunner:
         one = Asked(0, count, 1, pages=Pages(self.pool.keys[0].shape[0] // self.pool.size, self.pool.size).take(-(-count // self.pool.size)))
         half = count // 2
         if half:
-            self._logits((Row(one, 0, half),), [prompt[:half]])
-        ours = self._logits((Row(one, half, count - half),), [prompt[half:]])
-        self.packed.release()
-        with torch.no_grad():
-            output: Any = self.model(torch.tensor([prompt], device=self.device))
-        own = output.logits if hasattr(output, "logits") else output[0] if isinstance(output, tuple) else output
-        own = own[0, -1]
-        off = float((ours[-1].float() - own.float()).abs().max() / own.float().abs().max().clamp_min(1e-6))
-        if not off <= AGREES.get(self.dtype, 1e-3):
+            self.logits((Row(one, 0, half),), [prompt[:half]])
+        ours = self.logits((Row(one, half, count - half),), [prompt[half:]])
+        own, noise = self._own_logits(prompt)
+        off = _apart(ours[-1], own)
+        if not off <= max(AGREES.get(self.dtype, 1e-3), 4 * noise):
             name = type(self.model).__name__
             raise ModelError(f"{name} by pages is {off:.1%} off its own forward: its attention does more than pages know", REMEDY)
 
+    def _own_logits(self, prompt: list[int]) -> tuple[Tensor, float]:
+        """The model's own forward, as it was before anything was done to it: of the last token; and how far it is from itself where
+        kernels are chosen for another number of rows, as they are in 16 bits."""
+        if self._known is None:
+            self.packed.release()
+            more = {"use_cache": False} if self.packed.named else {}
+            found = []
+            for rows in (1, 3):
+                with torch.no_grad():
+                    output: Any = self.model(torch.tensor([prompt] * rows, device=self.device), **more)
+                own = output.logits if hasattr(output, "logits") else output[0] if isinstance(output, tuple) else output
+                found.append(own[0, -1].clone())
+            self._known = found[0], _apart(*found)
+        return self._known
 
-def _words(model: nn.Module) -> int:
+
+def _apart(one: Tensor, other: Tensor) -> float:
+    """Of the largest."""
+    return float((one.float() - other.float()).abs().max() / other.float().abs().max().clamp_min(1e-6))
+
+
+def places_of(step: Step) -> tuple[list[int], list[int]]:
+    """Of each token its place in its sequence; and which tokens of the step have their logits wanted."""
+    positions = [place for row in step for place in range(row.start, row.start + row.count)]
+    last, keep = -1, []
+    for row in step:
+        last += row.count
+        if row.samples:
+            keep.append(last)
+    return positions, keep or [last]
+
+
+def words_in(model: nn.Module) -> int:
     """Tokens that a model knows."""
     table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     if table is None:
@@ -150,7 +197,7 @@ def _words(model: nn.Module) -> int:
     return int(table.weight.shape[0]) if table is not None else 2
 
 
-def _context(model: nn.Module) -> int:
+def context_of(model: nn.Module) -> int:
     """Tokens of a sequence that a model's positions allow."""
     found = getattr(getattr(model, "config", None), "max_position_embeddings", None) or getattr(model, "context", None)
     return int(found) if isinstance(found, int) else 2**31

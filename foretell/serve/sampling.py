@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from foretell.errors import UserError
@@ -50,37 +51,51 @@ class ChosenToken(NamedTuple):
     likeliest: tuple[tuple[int, float], ...] = ()
 
 
+class Drawn:
+    """Tokens that were chosen, still on their device; `tell` waits for them."""
+
+    def __init__(self, logits: Tensor, asked: Sequence[tuple[Sampling, int]], best: Tensor | None = None) -> None:
+        """A token for each row; with each row how it is chosen, and which token of its answer it is. `best`: the likeliest, if known."""
+        self.asked = asked
+        self.ids = logits.argmax(-1) if best is None else best
+        drawn = [place for place, (how, _) in enumerate(asked) if how.temperature > 0]
+        if drawn:
+            self.ids = self.ids.index_copy(0, torch.tensor(drawn, device=logits.device), _drawn(logits[drawn], [asked[place] for place in drawn]))
+        self.told = [place for place, (how, _) in enumerate(asked) if how.logprobs is not None]
+        if self.told:
+            logs = logits[self.told].float().log_softmax(-1)
+            top = logs.topk(max(asked[place][0].logprobs or 0 for place in self.told))
+            self.likeliest, self.likely = top.indices, top.values
+            self.own = logs.gather(1, self.ids[self.told][:, None])[:, 0]
+
+    def tell(self, ids: Sequence[int] | None = None) -> list[ChosenToken]:
+        """As plain numbers; `ids` where they are known already."""
+        found = [ChosenToken(one) for one in (self.ids.tolist() if ids is None else ids)]
+        if self.told:
+            rows = zip(self.told, self.own.tolist(), self.likeliest.tolist(), self.likely.tolist(), strict=True)
+            for place, own, indices, values in rows:
+                most = self.asked[place][0].logprobs or 0
+                found[place] = ChosenToken(found[place].id, own, tuple(zip(indices[:most], values[:most], strict=True)))
+        return found
+
+
 def choose(logits: Tensor, asked: Sequence[tuple[Sampling, int]]) -> list[ChosenToken]:
     """A token for each row; with each row how it is chosen, and which token of its answer it is."""
-    best = logits.argmax(-1)
-    drawn = [place for place, (how, _) in enumerate(asked) if how.temperature > 0]
-    if drawn:
-        best = best.clone()
-        for place in drawn:
-            best[place] = _drawn(logits[place], *asked[place])
-    ids = best.tolist()
-    told = [place for place, (how, _) in enumerate(asked) if how.logprobs is not None]
-    if not told:
-        return [ChosenToken(one) for one in ids]
-    logs = logits[told].float().log_softmax(-1).cpu()
-    found = [ChosenToken(one) for one in ids]
-    for row, place in zip(logs, told, strict=True):
-        top = row.topk(asked[place][0].logprobs or 0)
-        likeliest = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-        found[place] = ChosenToken(ids[place], float(row[ids[place]]), likeliest)
-    return found
+    return Drawn(logits, asked).tell()
 
 
-def _drawn(logits: Tensor, how: Sampling, place: int) -> Tensor:
-    """By the request's seed and the token's place alone: neighbours in the step change nothing."""
-    scores = logits.float() / how.temperature
-    values, order = scores.sort(descending=True, stable=True)
+def _drawn(logits: Tensor, asked: Sequence[tuple[Sampling, int]]) -> Tensor:
+    """By a request's seed and the token's place alone: neighbours in the step change nothing."""
+    words = logits.shape[-1]
+    each = [
+        (how.temperature, how.top_p, how.top_k or words, int.from_bytes(hashlib.sha256(f"{how.seed}:{place}".encode()).digest()[:7], "big") / 2**56)
+        for how, place in asked
+    ]
+    heat, most, best, point = torch.tensor(each, dtype=torch.float64, device=logits.device).T[..., None]
+    values, order = (logits.float() / heat.float()).sort(dim=-1, descending=True, stable=True)
     shares = values.softmax(-1)
-    gone = (shares.cumsum(-1) - shares) >= how.top_p
-    if how.top_k:
-        gone[how.top_k :] = True
+    gone = (shares.cumsum(-1) - shares) >= most.float()
+    gone |= torch.arange(words, device=logits.device) >= best
     shares = shares.masked_fill(gone, 0.0)
-    digest = hashlib.sha256(f"{how.seed}:{place}".encode()).digest()
-    point = int.from_bytes(digest[:7], "big") / 2**56 * float(shares.sum())
-    chosen = int((shares.cumsum(-1) <= point).sum())
-    return order[min(chosen, int((~gone).sum()) - 1)]
+    chosen = (shares.cumsum(-1) <= (point * shares.sum(-1, keepdim=True)).float()).sum(-1, keepdim=True)
+    return order.gather(1, chosen.minimum((~gone).sum(-1, keepdim=True) - 1))[:, 0]

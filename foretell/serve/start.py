@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from foretell.checkpoint.pretrained import load_into
 from foretell.errors import UserError
@@ -16,10 +17,14 @@ from foretell.plan.text import shell_word
 from foretell.serve.engine import ServingEngine, StepLimits
 from foretell.serve.http import HttpServer
 from foretell.serve.text import words_of
-from foretell.serve.thread import EngineThread
+from foretell.serve.thread import EngineLost, EngineThread
 from foretell.trace.load.model import Source, load
 from foretell.units import human_bytes
 
+if TYPE_CHECKING:
+    from foretell.serve.ranks.controller import RankProcesses
+
+RANDOM = "no weights were given: they are random numbers, and so are the answers (--init-from PATH)"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -40,31 +45,46 @@ class Setup:
     share: bool
     queue: int
     seed: int
+    tp: int = 1
+    """Ranks that share every layer."""
+    pp: int = 1
+    """Ranks that have blocks one after the other."""
+    graphs: bool = True
+    """On a GPU, of one rank."""
+    compiled: bool = True
 
 
 class Started:
     """A server with all that it holds."""
 
-    def __init__(self, setup: Setup, engine: ServingEngine, server: HttpServer, notes: list[str]) -> None:
-        self.setup, self.engine, self.server, self.notes = setup, engine, server, notes
+    def __init__(
+        self, setup: Setup, engine: ServingEngine, server: HttpServer, notes: list[str], ranks: RankProcesses | None = None
+    ) -> None:  # fmt: skip
+        self.setup, self.engine, self.server, self.notes, self.ranks = setup, engine, server, notes, ranks
 
     def about(self) -> dict[str, Any]:
         """ByteWords of weights and pages as they are, and what fits into the pages."""
-        runner = self.engine.runner
-        weights = sum(one.nbytes for one in {id(tensor): tensor for tensor in runner.model.state_dict().values()}.values())
-        a_token = runner.pool.nbytes // (self.setup.pages * self.setup.size)
+        runner: Any = self.engine.runner
+        if self.ranks is not None:
+            weights, kept = sum(runner.weights_bytes), sum(runner.kv_bytes)
+        else:
+            weights = sum(one.nbytes for one in {id(tensor): tensor for tensor in runner.model.state_dict().values()}.values())
+            kept = runner.pool.nbytes
+        a_token = kept // (self.setup.pages * self.setup.size)
         return {
             "model": self.setup.model, "device": str(runner.device), "dtype": str(runner.dtype).removeprefix("torch."), "weights_bytes": weights,
-            "kv_bytes": runner.pool.nbytes, "kv_bytes_per_token": a_token, "pages": self.setup.pages, "page_tokens": self.setup.size,
+            "kv_bytes": kept, "kv_bytes_per_token": a_token, "pages": self.setup.pages, "page_tokens": self.setup.size,
             "tokens": self.setup.pages * self.setup.size, "longest_request": self.engine.longest, "running": self.setup.running,
             "step_tokens": self.setup.tokens, "notes": self.notes,
+            "tp": self.setup.tp, "pp": self.setup.pp, "rank_processes": self.ranks.ids if self.ranks is not None else [],
         }  # fmt: skip
 
     def told(self, host: str, port: int) -> str:
         about = self.about()
         call = '{"prompt": "Once upon a time", "max_tokens": 32}'
+        ranks = f" (tp {self.setup.tp}, pp {self.setup.pp}: {self.setup.tp * self.setup.pp} ranks)" if self.ranks is not None else ""
         return "\n".join([
-            f"{about['model']} on {about['device']}, {about['dtype']}: weights {human_bytes(about['weights_bytes'])}, "
+            f"{about['model']}{ranks} on {about['device']}, {about['dtype']}: weights {human_bytes(about['weights_bytes'])}, "
             f"keys and values {human_bytes(about['kv_bytes'])} ({about['pages']} pages of {about['page_tokens']} tokens, "
             f"{human_bytes(about['kv_bytes_per_token'])} a token)",
             f"room for {about['tokens']:,} tokens at once; the longest request {about['longest_request']:,}; "
@@ -74,8 +94,14 @@ class Started:
             f"try: curl http://{host}:{port}/v1/completions -d {shell_word(call)}",
         ])  # fmt: skip
 
-    def run(self, host: str, port: int, ready: Callable[[int], None]) -> None:
-        asyncio.run(self.server.serve(host, port, ready))
+    def run(self, host: str, port: int, ready: Callable[[int], None]) -> str:
+        """Until it is asked to end; else why it ended."""
+        try:
+            asyncio.run(self.server.serve(host, port, ready))
+        finally:
+            if self.ranks is not None:
+                self.ranks.close()
+        return self.server.keeper.lost
 
 
 def started(setup: Setup) -> Started:
@@ -83,20 +109,62 @@ def started(setup: Setup) -> Started:
     device = _device(setup.device)
     if setup.dtype not in ("auto", *DTYPES):
         raise UserError(f"--dtype {setup.dtype}", f"auto, {', '.join(DTYPES)}")
-    torch.manual_seed(setup.seed)
-    model = load(Source(model=setup.model, overrides=dict(setup.overrides))).model
-    notes = []
-    if setup.weights is not None:
-        notes += load_into(model, setup.weights).lines()
-    else:
-        notes.append("no weights were given: they are random numbers, and so are the answers (--init-from PATH)")
-    dtype = DTYPES[("fp32" if device.type == "cpu" else "bf16") if setup.dtype == "auto" else setup.dtype]
-    model = model.to(device=device, dtype=dtype)
+    notes = [] if setup.weights is not None else [RANDOM]
+    if setup.tp * setup.pp > 1:
+        return _ranked(replace(setup, device=device.type), notes)
+    model, lines = _loaded(setup, device)
+    notes += lines
+    model = model.to(device)
     limits = StepLimits(running=setup.running, tokens=max(setup.tokens, setup.running))
-    engine = ServingEngine(model, pages=setup.pages, size=setup.size, limits=limits, share=setup.share)
+    engine = ServingEngine(
+        model, pages=setup.pages, size=setup.size, limits=limits, share=setup.share, compiled=setup.compiled, graphs=setup.graphs
+    )
+    notes += engine.runner.notes
     words = words_of(setup.tokenizer, engine.runner.words)
     keeper = EngineThread(engine, most_waiting=setup.queue)
     return Started(setup, engine, HttpServer(keeper, words, setup.model), notes)
+
+
+def _ranked(setup: Setup, notes: list[str]) -> Started:
+    from foretell.serve.ranks.controller import RankedRunner, RankLayout, RankProcesses
+    from foretell.serve.ranks.engine import RankedEngine
+
+    if setup.device == "cuda" and torch.cuda.device_count() < setup.tp * setup.pp:
+        there = torch.cuda.device_count()
+        raise UserError(f"--tp {setup.tp} --pp {setup.pp} wants {setup.tp * setup.pp} GPUs, and there are {there}", "fewer ranks, or --device cpu")
+    layout = RankLayout(tp=setup.tp, pp=setup.pp)
+    told = {**asdict(setup), "overrides": dict(setup.overrides), "weights": None if setup.weights is None else str(setup.weights)}
+    try:
+        ranks = RankProcesses(layout, told)
+    except EngineLost as error:
+        raise UserError(f"the ranks did not start: {error}", "see what they said above") from error
+    try:
+        runner = RankedRunner(ranks.links, layout, ranks.ended)
+        limits = StepLimits(running=setup.running, tokens=max(setup.tokens, setup.running))
+        engine = RankedEngine(runner, pages=setup.pages, size=setup.size, limits=limits, share=setup.share)
+        words = words_of(setup.tokenizer, runner.words)
+    except EngineLost as error:
+        ranks.close()
+        raise UserError(f"the ranks did not start: {error}", "see what they said above") from error
+    except BaseException:
+        ranks.close()
+        raise
+    keeper = EngineThread(engine, most_waiting=setup.queue)
+    return Started(setup, engine, HttpServer(keeper, words, setup.model), notes, ranks)
+
+
+def built(setup: Mapping[str, Any]) -> nn.Module:
+    """The whole model, as a rank builds it before it keeps its part."""
+    asked = Setup(**{**setup, "weights": None if setup["weights"] is None else Path(setup["weights"])})
+    return _loaded(asked, torch.device(asked.device))[0]
+
+
+def _loaded(setup: Setup, device: torch.device) -> tuple[nn.Module, list[str]]:
+    """A model with its weights in the dtype it is served in, and what is to be said of them."""
+    torch.manual_seed(setup.seed)
+    model = load(Source(model=setup.model, overrides=dict(setup.overrides))).model
+    lines = [] if setup.weights is None else list(load_into(model, setup.weights).lines())
+    return model.to(DTYPES[("fp32" if device.type == "cpu" else "bf16") if setup.dtype == "auto" else setup.dtype]), lines
 
 
 def _device(name: str) -> torch.device:

@@ -19,6 +19,10 @@ FAILED = "error"
 IDLE_SECONDS = 0.2
 
 
+class EngineLost(Exception):
+    """What computes is gone for good: no step will succeed any more."""
+
+
 class Busy(UserError):
     """As many requests wait as may; try later."""
 
@@ -50,6 +54,9 @@ class EngineThread:
         self._listeners: dict[Completion, Listener] = {}
         self._sums = dict.fromkeys(("requests", "cancelled", "failed", "prompt_tokens", "output_tokens", "shared_tokens", "steps"), 0)
         self._draining = False
+        self.lost = ""
+        """Why it ended, where nobody asked it to."""
+        self.when_ended: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -119,17 +126,29 @@ class EngineThread:
         return made
 
     def _run(self) -> None:
+        try:
+            self._steps()
+        finally:
+            self._draining = True
+            self._answer_asked(wait=False)  # who came meanwhile is refused
+            self.engine.close()
+            self.when_ended()
+
+    def _steps(self) -> None:
         while not (self._draining and self.engine.idle and self._asked.empty()):
             self._answer_asked(wait=self.engine.idle)
             try:
                 events = self.engine.step()
+            except EngineLost as error:
+                self.lost, self._draining = str(error), True
+                self._fail(error)
+                break
             except Exception as error:
                 self._fail(error)
                 continue
             self._sums["steps"] += bool(events)
             for event in events:
                 self._tell(event)
-        self.engine.close()
 
     def _answer_asked(self, *, wait: bool) -> None:
         try:
@@ -152,6 +171,7 @@ class EngineThread:
 
     def _fail(self, error: Exception) -> None:
         """A step could not be computed: its requests are told, their pages are free, and others may come."""
+        self.engine.give_up()
         made = list(self._listeners)
         self._sums["failed"] += len(made)
         if not made and not self.engine.idle:

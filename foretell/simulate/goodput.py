@@ -88,6 +88,9 @@ class Goodput:
     limit: float
     """Of the useful share, for checkpoints of this cost and failures at this rate, where they are written at once and a restart takes no time."""
     costs: FailureCosts
+    replicas: int = 0
+    """Of replicas that come and go, how many: a failure costs one of them its round, `interval` is a round, and `restarts` the time until
+    such a replica is in one again."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -120,6 +123,49 @@ def _useful(interval: float, stall: float, after: float, mtbf: float) -> float:
     return min(1.0, interval / (mtbf * math.exp(after / mtbf) * math.expm1((interval + stall) / mtbf)))
 
 
+def rejoining(costs: FailureCosts, mtbf_seconds: float, *, replicas: int, quorum: int, every: int) -> Goodput:
+    """The same of replicas that are joined every so many steps and may come and go: the share of all replicas' time in rounds that count.
+
+    A replica that fails in a round is out of it, starts again, and is in the first round that begins after that. The others do not wait
+    for it, unless the quorum is all of them: then each failure costs everybody what it had done of its round, and its start. Not in
+    it: rounds that wait since more replicas are away than the quorum allows, the grace window of one that is not noticed at once, and
+    failures of the process that joins them.
+    """
+    if not 0 < mtbf_seconds < math.inf:
+        raise UserError(f"the time between failures must be above zero, got {mtbf_seconds:g}", "give --mtbf such as 4h")
+    step = costs.step.seconds if costs.step is not None else 0.0
+    turn = max(every * step, 1e-9)
+    if quorum >= replicas:
+        share, limit = (_useful(turn, 0.0, after, mtbf_seconds) for after in (costs.restart.seconds, 0.0))
+        restarts = min(1 - share, costs.restart.seconds / mtbf_seconds)
+    else:
+        own = replicas * mtbf_seconds  # between failures of one replica
+        share, lost = _of_rounds(turn, costs.restart.seconds, own)
+        limit, _ = _of_rounds(turn, 0.0, own)
+        restarts = max(0.0, 1 - share - lost)
+    return Goodput(
+        mtbf_seconds=mtbf_seconds, interval_seconds=turn, interval_steps=every if step else None, share=share, checkpoints=0.0,
+        again=1 - share - restarts, restarts=restarts, limit=limit, costs=costs, replicas=replicas,
+    )  # fmt: skip
+
+
+def _of_rounds(turn: float, restart: float, mtbf: float) -> tuple[float, float]:
+    """Of one replica: the share of its time in rounds that it finishes, and in those that it does not, until it fails.
+
+    It finishes q / (1 - q) rounds between two failures, q = exp(-turn / mtbf). Then it misses the round that it fails in, those that its
+    start takes, and one more where it failed too late in its round to be back for the one after.
+    """
+    if turn / mtbf > _LARGEST or restart / mtbf > _LARGEST:
+        return 0.0, 1.0
+    fails = -math.expm1(-turn / mtbf)
+    restart = mtbf * math.expm1(restart / mtbf)  # it may fail again meanwhile
+    whole, part = divmod(restart / turn, 1.0)
+    late = (math.exp(-(1 - part) * turn / mtbf) - math.exp(-turn / mtbf)) / fails
+    finished, missed = (1 - fails) / fails, whole + 1 + late
+    into = mtbf / turn - finished  # of the round that it fails in, on average
+    return finished / (finished + missed), into / (finished + missed)
+
+
 # --- what is assumed before anything was run -------------------------------------------------------------------------
 
 
@@ -136,6 +182,17 @@ def assumed_costs(nbytes: int, cluster: Cluster, step_seconds: float | None, ran
         written=KnownSeconds(seconds=here / write, how=ASSUMED, why=f"{write / 1e9:.3g} GB/s of disk a node"),
         restart=KnownSeconds(seconds=start + here / read, how=ASSUMED, why=f"{start:.3g} s and reading at {read / 1e9:.3g} GB/s"),
     )
+
+
+def rejoin_costs(nbytes: int, cluster: Cluster, step_seconds: float | None) -> FailureCosts:
+    """Of replicas that come and go, where nobody has run them: one that comes gets the weights and the outer momentum over the link."""
+    link, start = cluster.inter, RESTART_SECONDS.get(cluster.device.backend, DEVICE_RESTART_SECONDS)
+    rate = HOST_BYTES_PER_SECOND if link is None else link.bytes_per_second
+    nothing = KnownSeconds(seconds=0.0, how=ASSUMED, why="beside the rounds")
+    return FailureCosts(
+        step=KnownSeconds(seconds=step_seconds, how="predicted") if step_seconds else None, checkpoint=nothing, written=nothing,
+        restart=KnownSeconds(seconds=start + nbytes / rate, how=ASSUMED, why=f"{start:.3g} s and {human_bytes(nbytes)} at {rate / 1e9:.3g} GB/s"),
+    )  # fmt: skip
 
 
 def measured_costs(found: Mapping[str, tuple[float, int]], otherwise: FailureCosts) -> FailureCosts:

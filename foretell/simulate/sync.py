@@ -54,7 +54,7 @@ def round_cost(local: Trace, plan: Plan, speeds: Speeds | None, time: Time | Non
     """Of a trace with a round (`lower.sync.joined`), whose steps take `time`."""
     assert plan.sync is not None
     kept = sum(storage.nbytes for storage in local.storages.values() if storage.module == OUTER and storage.role == "optimizer")
-    sent = sent_bytes(trained_elements(local), plan.mesh.dp_replicate, plan.sync.format)
+    sent = sent_bytes(trained_elements(local), plan.mesh.dp_replicate, plan.sync.format, through_hub=plan.sync.quorum > 0)
     if speeds is None or time is None:
         nothing: dict[str, Any] = dict.fromkeys(("alone_seconds", "message_seconds", "hidden_seconds", "update_seconds"))
         return SyncCost(every=plan.sync.every, sent_bytes=sent, kept_bytes=kept, **nothing)

@@ -16,7 +16,7 @@ from foretell.price.occupancy import share
 from foretell.price.speeds import Options, profile_for
 from foretell.price.time import Machine, op_prices, unmeasured_ops
 from foretell.quantities import Cost, Energy, Mfu, Run, Throughput, Time, Utilisation
-from foretell.simulate.goodput import SAVED, Goodput, assumed_costs, goodput
+from foretell.simulate.goodput import SAVED, Goodput, assumed_costs, goodput, rejoin_costs, rejoining
 from foretell.simulate.parts import PlanCost, sequence_length
 from foretell.simulate.wishes import Amount, RunRequest
 from foretell.trace.types import TF32, Trace
@@ -81,6 +81,10 @@ def goodput_of(cost: PlanCost, cluster: Cluster, mtbf: float | None) -> Goodput 
     if mtbf is None:
         return None
     step = cost.time.step_seconds if cost.time is not None else None
+    sync = cost.plan.sync
+    if sync is not None and sync.quorum and cost.rounds is not None:
+        known = rejoin_costs(cost.rounds.kept_bytes, cluster, step)
+        return rejoining(known, mtbf, replicas=cost.plan.mesh.dp_replicate, quorum=sync.quorum, every=sync.every)
     nbytes = sum(cost.worst.memory.categories.get(name, 0) for name in SAVED)
     return goodput(assumed_costs(nbytes, cluster, step, cost.plan.mesh.world), mtbf)
 

@@ -105,12 +105,16 @@ class Sync:
     """int8: in 8 bits with a scale for every 256; what rounding cut off is sent in the next round (error feedback)."""
     delay: int = 0
     """Steps of the next round that go on while a round's exchange is under way; 0: replicas wait for it."""
+    quorum: int = 0
+    """A round is finished by so many replicas or more, whoever they are, and replicas come and go; 0: by all, always the same."""
+    grace: float = 10.0
+    """With a quorum: seconds that a round waits for the other replicas once so many have finished theirs."""
 
     def to_json(self) -> dict[str, Any]:
         """The outer optimizer by itself; of the rest what differs from the usual."""
         usual = Sync(every=self.every)
         outer = {"lr": self.lr, "momentum": self.momentum, "nesterov": self.nesterov}
-        more = {name: getattr(self, name) for name in ("format", "delay") if getattr(self, name) != getattr(usual, name)}
+        more = {name: getattr(self, name) for name in ("format", "delay", "quorum", "grace") if getattr(self, name) != getattr(usual, name)}
         return {"every": self.every, "outer": outer, **more}
 
     @classmethod
@@ -122,7 +126,8 @@ def sync_told(sync: Sync) -> str:
     """`every 100 steps, SGD 0.7 with Nesterov momentum 0.9, in int8`."""
     momentum = f" with {'Nesterov ' if sync.nesterov else ''}momentum {sync.momentum:g}" if sync.momentum else ""
     delay = f", {sync.delay} steps of the next round meanwhile" if sync.delay else ""
-    return f"every {sync.every} steps, outer SGD {sync.lr:g}{momentum}, in {sync.format}{delay}"
+    quorum = f", by {sync.quorum} replicas or more" if sync.quorum else ""
+    return f"every {sync.every} steps, outer SGD {sync.lr:g}{momentum}, in {sync.format}{delay}{quorum}"
 
 
 _KINDS = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA", "dora-norm": "DoRA without the product"}

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -74,6 +76,17 @@ def twins(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int
     ranks(2).run(ten_steps, str(folder / "2"), plans.read(folder / "2.json"), RUN, False)
     go(folder / "1", plans.read(folder / "1.json"), data=None, **RUN)
     return lambda world: folder / str(world)
+
+
+@pytest.mark.slow(reason="Python itself is started; the same fault is below, with ranks that are forked for tests")
+def test_ranks_without_a_standby_come_from_one_process(twins: Callable[[int], Path], tmp_path: Path) -> None:
+    """At the start and after `kill -9`; torch is imported once for both, and who imported it is gone while they train."""
+    out, hurt = tmp_path / "run", f"forward {sample_of(9, 2, 1)} SIGKILL {tmp_path / 'once'}"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HURT": hurt}
+    words = ["run", f"{twins(2)}.json", *FLAGS, "--out", str(out), "--max-restarts", "2", "--no-standby"]
+    done = subprocess.run([sys.executable, "-m", "foretell", *words], env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0 and "training again" in done.stderr, done.stderr
+    equal(out, twins(2))
 
 
 def sample_of(step: int, world: int, rank: int) -> int:

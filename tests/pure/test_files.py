@@ -111,3 +111,22 @@ def test_a_folder_in_place_of_a_file_is_the_users_to_mend(tmp_path: Path) -> Non
         read_json(tmp_path / "x.json", "mend it")
     (tmp_path / "y.json").write_text(json.dumps([1]))
     assert read_json(tmp_path / "y.json", "") == [1]
+
+
+def test_a_device_is_not_replaced_but_a_link_to_one_is(tmp_path: Path) -> None:
+    """As /dev/null would be by root; an entry of a cache that leads to one is made anew."""
+    ends = os.openpty()
+    try:
+        link = tmp_path / "entry"
+        link.symlink_to(os.ttyname(ends[1]))
+        write_atomically(link, "text")
+        assert link.read_text() == "text" and not link.is_symlink()
+        with pytest.raises(OSError, match="it is a device"):
+            write_atomically("/dev/stdout", "text")
+        assert Path("/dev/stdout").is_symlink()
+        with pytest.raises(OSError, match="it is a device"):
+            write_atomically(os.ttyname(ends[1]), "text")
+        assert stat.S_ISCHR(os.stat(os.ttyname(ends[1])).st_mode)
+    finally:
+        for end in ends:
+            os.close(end)

@@ -16,7 +16,15 @@ from foretell.cli import main
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.report import goodput as told
-from foretell.simulate.goodput import FailureCosts, KnownSeconds, assumed_costs, best_interval, goodput, measured_costs
+from foretell.simulate.goodput import (
+    FailureCosts,
+    KnownSeconds,
+    assumed_costs,
+    best_interval,
+    goodput,
+    measured_costs,
+    rejoining,
+)
 
 SMALL = ["--set", "layers=2", "--set", "dim=64", "--set", "heads=2", "--set", "vocab_size=256", "--seq", "32"]
 
@@ -136,6 +144,58 @@ def test_a_run_that_says_nothing_of_failures_has_no_goodput(tmp_path: Path) -> N
     for spoiled in ("", "[" * 9999, odd, '{"event": "step", "seconds": 1e400}\n'):
         (run / "log.jsonl").write_text(spoiled)
         assert told.told_of(run) == ""
+
+
+# ---------------------------------------------------------------- replicas that come and go
+
+
+def drawn_rounds(turn: float, restart: float, mtbf: float, replicas: int, quorum: int, wanted: int, rng: random.Random) -> float:
+    """The share of all replicas' time in rounds that count, played out round by round: each replica fails at random while it trains or
+    starts, and is in the first round that begins when it is there; a round without a quorum waits for one."""
+    back = [0.0] * replicas  # when each can be in a round that begins
+    now, counted = 0.0, 0
+    for _ in range(wanted):
+        now = max(now, sorted(back)[quorum - 1])
+        while True:
+            members = [one for one in range(replicas) if back[one] <= now]
+            failed = {one: now + at for one in members if (at := rng.expovariate(1 / (replicas * mtbf))) < turn}
+            for one, at in failed.items():
+                while (again := rng.expovariate(1 / (replicas * mtbf))) < restart:
+                    at += again
+                back[one] = at + restart
+            if len(members) - len(failed) >= quorum:
+                break
+            assert quorum == replicas, "the others keep what they gave, which is not played here"
+            now = max(back)
+        counted += len(members) - len(failed)
+        now += turn
+    return counted * turn / (now * replicas)
+
+
+@pytest.mark.parametrize(
+    ("mtbf", "every", "restart", "replicas", "quorum"),
+    [(60.0, 100, 2.5, 8, 4), (60.0, 100, 12.0, 8, 4), (20.0, 400, 3.0, 6, 1), (600.0, 50, 0.0, 3, 2), (60.0, 100, 2.5, 4, 4)],
+)
+def test_a_failure_costs_one_replica_its_round(mtbf: float, every: int, restart: float, replicas: int, quorum: int) -> None:
+    asked = costs(restart=restart)
+    found = rejoining(asked, mtbf, replicas=replicas, quorum=quorum, every=every)
+    assert found.share == pytest.approx(drawn_rounds(every * 0.05, restart, mtbf, replicas, quorum, 20_000, random.Random(1)), abs=0.006)
+    assert found.share + found.again + found.restarts == pytest.approx(1) and min(found.again, found.restarts) >= 0
+    assert found.share <= found.limit
+    if quorum < replicas:
+        everybody = rejoining(asked, mtbf, replicas=replicas, quorum=replicas, every=every)
+        assert found.share > everybody.share, "the others do not wait"
+
+
+def test_fit_tells_the_share_of_replicas_that_come_and_go(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORETELL_FASTER_SECONDS", "0")
+    words = ["fit", "gpt2", "--on", "4x1xH100@1Gbit/30ms", *SMALL, "--sync-every", "50", "--sync-quorum", "3", "--mtbf", "4h"]
+    assert main(words) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "useful at a failure of a replica every 4 h" in text and "restart of a replica" in text
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["goodput"]
+    assert found["replicas"] == 4 and found["interval_steps"] == 50 and 0.99 < found["share"] < 1
 
 
 # ---------------------------------------------------------------- where it is told

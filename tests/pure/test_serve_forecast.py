@@ -8,7 +8,7 @@ import json
 import pytest
 
 from foretell import zoo
-from foretell.api.serving import ServingAsked, forecast
+from foretell.api.serving.forecast import ServingAsked, forecast
 from foretell.cli import main
 from foretell.hardware import parse
 from foretell.hardware.lookup import find_profile
@@ -16,7 +16,7 @@ from foretell.lower.serving import PAGED, ROWS, TOKENS, StepShape, generating, l
 from foretell.price.speeds import Options
 from foretell.simulate.serving.cost import StepCosts
 from foretell.simulate.serving.load import load_of
-from foretell.simulate.serving.run import Limit
+from foretell.simulate.serving.records import Limit
 from foretell.trace.recipe import Recipe
 from foretell.trace.record.capture import capture
 from foretell.trace.record.step import Workload
@@ -88,7 +88,7 @@ def test_the_command_says_it(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["serve", "llama3-1b", *(part for name, value in SIZES.items() for part in ("--set", f"{name}={value}"))]
     assert main([*words, "--on", "H100", "--load", "users=4, in=200, out=30", "--slo", "tpot=1s"]) == 0
     said = capsys.readouterr().out
-    assert "FITS" in said and "waits for the host" in said and "100% keep tpot=1s" in said and "per million generated tokens" in said
+    assert "FITS" in said and "launches replayed" in said and "100% keep tpot=1s" in said and "per million generated tokens" in said
     assert main([*words, "--on", "H100", "--pages", "700000", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["forecast"]["verdict"] == "no"
 

@@ -208,7 +208,7 @@ def test_who_goes_away_leaves_no_pages(running: Running) -> None:
 
 def test_a_step_that_fails_is_told_and_others_go_on(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where another process takes the device's memory."""
-    engine, run = running.keeper.engine, running.keeper.engine.runner.run
+    engine, run = running.keeper.engine, running.keeper.engine.runner.launch
     left = [1]
 
     def once(*given: Any) -> Any:
@@ -216,7 +216,7 @@ def test_a_step_that_fails_is_told_and_others_go_on(running: Running, monkeypatc
             raise torch.OutOfMemoryError("CUDA out of memory")
         return run(*given)
 
-    monkeypatch.setattr(engine.runner, "run", once)
+    monkeypatch.setattr(engine.runner, "launch", once)
     status, found = running.ask("/v1/completions", {"prompt": "a", "max_tokens": 4})
     assert status == 500 and "OutOfMemoryError: CUDA out of memory" in found["error"]["message"]
     assert running.complete("Once upon a time", max_tokens=20)["choices"][0]["text"] == expected("Once upon a time", 20)
@@ -270,7 +270,8 @@ def test_the_command_serves_and_drains_on_sigterm() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["no-such-model"], "no-such-model"), (["gpt2", "--pages", "0"], "--pages 0"), (["gpt2", "--port", "70000"], "port 70000"),
+        (["no-such-model"], "no-such-model"), (["gpt2", "--pages", "0"], "--pages 0"), (["gpt2", "--tp", "0"], "--tp 0"),
+        (["gpt2", "--port", "70000"], "port 70000"),
         (["gpt2", "--dtype", "int3"], "--dtype int3"), (["gpt2", "--device", "tpu"], "--device tpu"), (["resnet50"], "positions"),
         (["gpt2", "--set", "layers=1", "--tokenizer", "/no/such"], "has no tokenizer"),
         (["gpt2", "--set", "layers=1", "--set", "vocab_size=64"], "has 64 words"),

@@ -11,7 +11,8 @@ from foretell.errors import UserError
 from foretell.lower.serving import StepShape
 from foretell.simulate.serving.load import Load, Request, load_of
 from foretell.simulate.serving.pages import Pages
-from foretell.simulate.serving.run import Limit, capacity, quantile, shape_of, simulated, weighted
+from foretell.simulate.serving.records import Limit, Served, quantile, weighted
+from foretell.simulate.serving.run import capacity, shape_of, simulated
 from foretell.simulate.serving.scheduler import Scheduler, Sequence, Step, StepLimits
 
 
@@ -19,11 +20,8 @@ def scheduler(pages: int = 24, size: int = 4, running: int = 6, tokens: int = 16
     return Scheduler(Pages(pages, size), StepLimits(running=running, tokens=tokens))
 
 
-class OneByOne(Scheduler):
-    """Takes no steps together."""
-
-    def alike(self, step: Step) -> int:
-        return 1
+class Named(Scheduler):
+    """Goes through every sequence in every step, with pages by their numbers."""
 
 
 def check(one: Scheduler, step: Step) -> None:
@@ -137,19 +135,53 @@ def seconds(shape: StepShape) -> float:
     return 0.004 + 1e-7 * shape.attended + 2e-5 * shape.tokens
 
 
-@pytest.mark.parametrize("text", ["rate=6, in=200±100, out=60±30", "users=9, in=50..300, out=40", "all=40, in=100, out=8..120"])
-@pytest.mark.parametrize("pages", [2000, 80])
-def test_steps_taken_together_are_those_taken_one_by_one(text: str, pages: int) -> None:
-    found = [
-        simulated(load_of(text), kind(Pages(pages, 16), StepLimits(running=8, tokens=256)), seconds, 20.0) for kind in (Scheduler, OneByOne)
-    ]  # fmt: skip
-    quick, slow = found
-    assert (quick.steps, len(quick.answers), quick.preemptions) == pytest.approx((slow.steps, len(slow.answers), slow.preemptions), rel=0.02)
-    assert quick.seconds == pytest.approx(slow.seconds, rel=0.01) and quick.busy == pytest.approx(slow.busy, rel=0.02)
-    for share in (0.5, 0.95):
-        assert quick.ttft(share) == pytest.approx(slow.ttft(share), rel=0.05, abs=2e-3)
-        assert quick.tpot(share) == pytest.approx(slow.tpot(share), rel=0.03)
-        assert quick.gap(share) == pytest.approx(slow.gap(share), rel=0.05)
+def figures(served: Served) -> list[object]:
+    answers = [(one.came, one.prompt, one.output, one.first, one.last, one.preempted) for one in served.answers]
+    counts = (served.steps, served.refused, served.preemptions, served.pages_most, served.waiting_most, served.running_most, served.gave_up)
+    return [answers, counts, served.seconds, served.busy, sorted(served.gaps), served.timeline]
+
+
+@pytest.mark.parametrize(
+    "text", ["rate=6, in=200±100, out=60±30", "users=9, in=50..300, out=40", "all=40, in=100, out=8..120", "rate=9, in=1..3, out=1..2"]
+)
+@pytest.mark.parametrize(("pages", "size", "running", "tokens"), [(2000, 16, 8, 256), (80, 16, 8, 256), (45, 8, 20, 33), (400, 1, 7, 7)])
+def test_a_run_by_counts_is_that_step_by_step_bit_for_bit(text: str, pages: int, size: int, running: int, tokens: int) -> None:
+    limits = StepLimits(running=running, tokens=tokens)
+    quick, slow = (simulated(load_of(text), kind(Pages(pages, size), limits), seconds, 20.0) for kind in (Scheduler, Named))
+    assert figures(quick) == figures(slow)
+    assert slow.answers or slow.refused
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_the_same_where_pages_are_short_and_sizes_odd(seed: int) -> None:
+    draw = random.Random(seed)
+    limits = StepLimits(running=(many := draw.randint(1, 12)), tokens=many + draw.randint(0, 40), ahead=seed % 2 == 1)
+    pages, size = draw.randint(12, 60), draw.choice([1, 2, 5, 16])
+    text = f"{draw.choice(['rate=20', 'users=6', 'all=30'])}, in=1..{draw.randint(2, 60)}, out=1..{draw.randint(1, 40)}, seed={seed}"
+    found = [simulated(load_of(text), kind(Pages(pages, size), limits), seconds, 6.0, most_waiting=40) for kind in (Scheduler, Named)]
+    assert figures(found[0]) == figures(found[1])
+
+
+@pytest.mark.parametrize("kind", [Scheduler, Named])
+def test_who_comes_while_a_step_is_computed_waits_for_the_one_after_that(kind: type[Scheduler], tmp_path: Path) -> None:
+    """Where steps are decided one ahead: steps of 0.1 s, a request at 0 and one at 0.05; and one user who asks again at once."""
+    table = tmp_path / "trace.csv"
+    table.write_text("time,in,out\n0,4,10\n0.05,4,10\n")
+    for ahead, first in ((False, 0.15), (True, 0.25)):
+        made = kind(Pages(100, 16), StepLimits(running=8, tokens=64, ahead=ahead))
+        found = simulated(load_of(str(table)), made, lambda _: 0.1, 5.0)
+        assert sorted(one.ttft for one in found.answers) == pytest.approx([0.1, first])
+    for ahead, first in ((False, 0.1), (True, 0.1)):  # alone nothing is decided while its last step is computed
+        made = kind(Pages(100, 16), StepLimits(running=8, tokens=64, ahead=ahead))
+        found = simulated(load_of("users=1, in=4, out=3"), made, lambda _: 0.1, 1.0)
+        assert [one.ttft for one in found.answers] == pytest.approx([first] * len(found.answers))
+
+
+def test_prompts_that_begin_alike_compute_it_once() -> None:
+    """A prefix of whole pages is found in all prompts but the first, and nothing else is."""
+    alone, shared = (simulated(load_of(f"all=20, in=100, out=8{more}"), scheduler(pages=200, running=20, tokens=400), seconds, 1.0)
+                     for more in ("", ", prefix=64"))  # fmt: skip
+    assert shared.busy < 0.7 * alone.busy and len(shared.answers) == len(alone.answers) == 20
 
 
 def test_one_at_a_time_waits_as_long_as_queues_are_known_to() -> None:

@@ -27,6 +27,7 @@ from foretell.trace.types import OPTIMIZER, Trace
 SMALL: dict[str, Any] = {"overrides": {"layers": 2, "dim": 64, "heads": 2, "vocab_size": 256}, "seq": 32}
 FAR = "2x1xCPU@50Mbit/100ms"
 ROUNDS = Sync(every=50)
+QUORUM = Sync(every=9, quorum=2, grace=2.5)
 
 
 def plan(**changes: Any) -> Plan:
@@ -37,7 +38,7 @@ def plan(**changes: Any) -> Plan:
 # ---------------------------------------------------------------- what a plan says
 
 
-@pytest.mark.parametrize("sync", [ROUNDS, Sync(every=2, lr=1, momentum=0, nesterov=False), Sync(every=9, format="int8", delay=8)])
+@pytest.mark.parametrize("sync", [ROUNDS, Sync(every=2, lr=1, momentum=0, nesterov=False), Sync(every=9, format="int8", delay=8), QUORUM])
 def test_a_plan_comes_back_from_its_file(sync: Sync, tmp_path: Path) -> None:
     file.write(plan(sync=sync), tmp_path / "plan.json")
     assert file.read(tmp_path / "plan.json").sync == sync
@@ -48,7 +49,8 @@ def test_a_plan_comes_back_from_its_file(sync: Sync, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "problem"),
     [({"every": 1}, "sync.every is 1"), ({"outer": {}}, "sync.every is missing"), ({"every": 9, "outer": {"lr": 0}}, "sync.outer.lr is 0"),
-     ({"every": 9, "format": "fp8"}, "sync.format is"), ({"every": 9, "grace": 3}, "sync.grace is not known")],
+     ({"every": 9, "format": "fp8"}, "sync.format is"), ({"every": 9, "patience": 3}, "sync.patience is not known"),
+     ({"every": 9, "grace": -1}, "sync.grace is -1")],
 )  # fmt: skip
 def test_a_file_that_says_it_wrong_is_refused(said: Any, problem: str) -> None:
     with pytest.raises(UserError, match=problem):
@@ -66,6 +68,9 @@ def test_a_file_that_says_it_wrong_is_refused(said: Any, problem: str) -> None:
         ({"sync": Sync(every=4, lr=0)}, "sync.outer.lr", "learning rate"),
         ({"sync": Sync(every=4, momentum=1.5)}, "sync.outer.momentum", "share"),
         ({"sync": Sync(every=4, format="fp8")}, "sync.format", "not known"),
+        ({"sync": Sync(every=4, quorum=3)}, "sync.quorum", "2 replicas"),
+        ({"sync": Sync(every=4, quorum=2, delay=1)}, "sync.delay", "beside sync.quorum"),
+        ({"sync": Sync(every=4, quorum=2), "mesh": Mesh(dp_replicate=2, dp_shard=2)}, "sync.quorum", "dp_shard is 2"),
         ({"precision": "bf16"}, "precision", "too coarse"),
         ({"precision": "fp16-mixed"}, "precision", "scale of the loss"),
         ({"precision": "bf16-master", "states": {"rest": "host"}}, "sync", "elsewhere"),
@@ -86,6 +91,14 @@ def test_replicas_and_shards_of_them_are_legal() -> None:
 def test_options_say_it_and_alone_say_nothing() -> None:
     assert sync_of({}) is None
     assert sync_of({"sync_every": 50, "outer_lr": 0.5, "sync_format": "int8", "sync_delay": 7}) == Sync(every=50, lr=0.5, format="int8", delay=7)
+    assert sync_of({"sync_every": 50, "sync_quorum": 2, "sync_grace": 4.0}) == Sync(every=50, quorum=2, grace=4.0)
+    with pytest.raises(UserError, match="--sync-grace is given without --sync-quorum"):
+        sync_of({"sync_every": 50, "sync_grace": 4.0})
+    with pytest.raises(UserError, match="--sync-delay is given beside --sync-quorum"):
+        sync_of({"sync_every": 50, "sync_quorum": 2, "sync_delay": 4})
+    for given in ({"sync_quorum": 2}, {"sync_every": 9, "sync_quorum": -1}):
+        with pytest.raises(UserError):
+            sync_of(given)
     for given in ({"outer_lr": 0.5}, {"sync_every": 1}, {"sync_every": 9, "sync_format": "fp8"}, {"sync_every": 9, "sync_delay": 9}):
         with pytest.raises(UserError):
             sync_of(given)
@@ -157,6 +170,13 @@ def test_a_round_takes_what_the_link_takes(trace: Trace, cost: Callable[..., Pla
     link = 2 * 0.1 + half / (CARRIED * 6.25e6)
     assert found.message_seconds == pytest.approx(2 * (link + MESSAGE_SECONDS), rel=0.02)
     assert found.hidden_seconds == 0 and found.update_seconds is not None and found.update_seconds < 0.05
+
+
+def test_the_link_of_a_hub_carries_what_all_replicas_send(trace: Trace, cost: Callable[..., PlanCost]) -> None:
+    found = rounds(cost("4x1xCPU@50Mbit/100ms", Mesh(dp_replicate=4), every=50, quorum=3))
+    whole = 4 * padded(trained_elements(trace), 4)
+    assert found.message_seconds == pytest.approx(2 * (2 * 0.1 + 4 * whole / (CARRIED * 6.25e6) + MESSAGE_SECONDS), rel=0.03)
+    assert found.sent_bytes == 4 * padded(trained_elements(trace), 1)
 
 
 def test_rounds_are_spread_over_steps_and_hidden_behind_them(cost: Callable[..., PlanCost]) -> None:

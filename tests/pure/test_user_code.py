@@ -35,7 +35,7 @@ from tests.pure import report_sample as sample
 
 READS = {
     "zoo", "zoo query", "hardware", "run ckpt list", "run ckpt verify", "run ckpt show", "run ckpt convert", "compare", "report", "plan show",
-    "plan export", "doctor",
+    "plan export", "doctor", "serve bench",
 }  # fmt: skip
 RUNS = {
     "fit", "plan", "plan advise", "plan eject", "run", "run demo", "run box", "watch", "verify", "probe", "compare prove",

@@ -17,6 +17,7 @@ from foretell.cli.fit import beside as side_by_side
 from foretell.cli.fit import largest as fit_most
 from foretell.cli.fit import table as fit_table
 from foretell.cli.options import taking
+from foretell.cli.serve import asked as serving
 from foretell.errors import UserError
 from foretell.options import FitOptions
 from foretell.options.words import MAX
@@ -40,6 +41,15 @@ def fit(
     footprint: bool = typer.Option(False, "--footprint", help="Hardware footprint of the run by MFU and device lifetime, with embodied carbon."),
     from_: Path | None = typer.Option(None, "--from", metavar="FILE", show_default=False,
         help="Take options from a file of torchtitan, accelerate, DeepSpeed, transformers' Trainer or Lightning; options typed here win."),
+    serve: bool = typer.Option(False, "--serve", help="Serving: pages of keys and values, the largest step, how many requests at once."),
+    load: str | None = typer.Option(None, "--load", metavar="LOAD", help=serving.LOAD),
+    slo: str | None = typer.Option(None, "--slo", metavar="LIMITS", help=serving.SLO),
+    pages: int | None = typer.Option(None, "--pages", metavar="N", help="With --serve: pages of the KV cache; default: the most that fit."),
+    page: int = typer.Option(16, "--page", metavar="N", help="With --serve: tokens of a page."),
+    running: int = typer.Option(64, "--running", metavar="N", help="With --serve: sequences that are generated at a time."),
+    step_tokens: int = typer.Option(512, "--step-tokens", metavar="N", help="With --serve: tokens that a step computes."),
+    weights: str = typer.Option("bf16", "--weights", metavar="FORMAT", help="With --serve: bf16, fp8, int8 or int4 (assumed, not measured)."),
+    kv: str = typer.Option("bf16", "--kv", metavar="FORMAT", help="With --serve: keys and values in bf16, fp8 or int8 (assumed, not measured)."),
     verbose: bool = typer.Option(False, "--verbose", help=common.VERBOSE_HELP),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
@@ -47,6 +57,12 @@ def fit(
     """Predict whether one step of MODEL fits on HW, how long it takes and what it costs. Exit 0 it fits (or is tight), 1 it does not, 2 bad input."""
     options["compile"] = compile_how or options["compile"]
     script = common.script_words()
+    sizes = {"pages": pages, "page": page, "running": running, "step_tokens": step_tokens}
+    if serve:
+        from foretell.cli.fit.serve import room_command
+
+        return room_command(model, on, options, context, sizes, load=load, slo=slo, weights=weights, kv=kv, json=json)
+    serving.refuse_without(context, "load", "slo", "weights", "kv", *sizes)
     if script is not None:
         return _follow(model, script, on, {**options, "json": json}, context)
     theirs, on = (None, on) if from_ is None else take_over(from_, on, options, context)

@@ -33,7 +33,7 @@ def eject(
     from foretell.plan import file
     from foretell.trace.load.model import is_script
 
-    found = file.read(plan / "plan.json" if plan.is_dir() else plan)
+    found = file.read_training(plan / "plan.json" if plan.is_dir() else plan)
     if is_script(str(found.model.get("model", ""))):
         return _of_a_script(found, plan, out, force, json)
     target = out or Path(f"train_{_word(str(found.model.get('model', 'model')))}.py")

@@ -15,8 +15,11 @@ from foretell.cli.fit import table as fit_table
 from foretell.cli.options import taking
 from foretell.cli.plan import from_file
 from foretell.cli.plan import table as plan_table
+from foretell.cli.plan.serve import serve_command
+from foretell.cli.serve import asked as serving
 from foretell.errors import UserError
 from foretell.options import PlanOptions
+from foretell.options.plan import MAY
 
 if TYPE_CHECKING:
     from foretell.api.plans import PlanAnswer
@@ -41,6 +44,14 @@ def plan(
     point: int | None = typer.Option(None, metavar="N", help="Write plan N of the trade-offs instead of the best."),
     explain: bool = typer.Option(False, "--explain", help="Explain the bottleneck, why alternatives were rejected, and what would change it."),
     infer: bool = typer.Option(False, "--infer", help="Split inference over the devices of HW instead: latency and throughput."),
+    serve: bool = typer.Option(False, "--serve", help="Plan a server for a load instead: replicas, tp, pp, formats, limits of a step."),
+    load: str | None = typer.Option(None, "--load", metavar="LOAD", help=serving.LOAD),
+    slo: str | None = typer.Option(None, "--slo", metavar="LIMITS", help=serving.SLO),
+    goal: str = typer.Option("throughput", "--goal", metavar="NAME", help="With --serve: throughput, latency, cost or devices (fewest)."),
+    page: int | None = typer.Option(None, "--page", metavar="N", help="With --serve: fix the tokens of a page."),
+    running: int | None = typer.Option(None, "--running", metavar="N", help="With --serve: fix the sequences that are generated at a time."),
+    step_tokens: int | None = typer.Option(None, "--step-tokens", metavar="N", help="With --serve: fix the tokens of a step."),
+    graphs: bool = typer.Option(True, "--graphs/--no-graphs", help="With --serve: the host's launches are replayed."),
     from_: Path | None = typer.Option(None, "--from", metavar="FILE", show_default=False, help=from_file.HELP),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
@@ -51,6 +62,13 @@ def plan(
     theirs: dict[str, Any] | None = None
     if from_ is not None:
         model, on, theirs = from_file.take_over(from_, on, options, context)
+    if serve:
+        sizes = {"page": page, "running": running, "tokens": step_tokens}
+        return serve_command(model, on, options, context, sizes, load=load, slo=slo, goal=goal, graphs=graphs, out=out, json=json)
+    serving.refuse_without(context, "load", "slo", "goal", "page", "running", "step_tokens", "graphs")
+    only_served = [one for one in options["may"] or () if one not in MAY]
+    if only_served:
+        raise UserError(f"--may {only_served[0]} is about serving", f"add --serve, or one of {', '.join(MAY)}")
     words, name = _named(model, context)
     asked = PlanOptions(**{**options, "hardware": on})
     source = plan_source(name, asked)

@@ -12,6 +12,7 @@ from foretell.cli import common
 if TYPE_CHECKING:
     from foretell.hardware import Cluster
     from foretell.plan.facts import Complaint
+    from foretell.plan.types import Plan, ServeLayout
 
 
 def show(
@@ -31,6 +32,8 @@ def show(
     if path is None:
         raise UserError("no plan is given", "foretell plan show plan.json")
     plan = file.read(path)
+    if plan.serve is not None:
+        return _of_server(plan, plan.serve, path, json=json)
     cluster, unknown = _cluster(plan.hardware)
     facts = facts_of(plan, cluster)
     complaints = (*unknown, *legal.complaints(plan, facts))
@@ -40,6 +43,21 @@ def show(
         plain = common.ascii_only(sys.stdout)
         common.emit(page.render(plan, complaints, facts, common.width(), path=path, ascii_only=plain))
     return common.NO_OR_FAILED if complaints else common.YES
+
+
+def _of_server(plan: Plan, serve: ServeLayout, path: str, *, json: bool) -> int:
+    from foretell.cli.plan.serve import words
+    from foretell.plan import file
+    from foretell.plan.text import shell_word
+
+    if json:
+        common.emit_json({"plan": file.to_json(plan)})
+        return common.YES
+    asked = f"{serve.load or 'any load'}{f', {serve.slo}' if serve.slo else ''}"
+    lines = [f"{plan.model.get('model')} served on {plan.hardware}: {words(serve)}", f"  {serve.pages:,} pages of each replica; planned for {asked}"]
+    later = f"  foretell serve does not run {', '.join(serve.not_run_yet)} yet" if serve.not_run_yet else ""
+    common.emit("\n".join([*lines, *([later] if later else []), f"next       foretell serve {shell_word(path)} --on {plan.hardware}"]))
+    return common.YES
 
 
 def _schema() -> int:

@@ -39,7 +39,7 @@ def box(
     """
     from foretell.plan import file
 
-    wanted = file.read(plan / "plan.json" if plan.is_dir() else plan)
+    wanted = file.read_training(plan / "plan.json" if plan.is_dir() else plan)
     return rehearsed(wanted, {"rank": rank, "steps": steps}, device, json=json)
 
 

@@ -55,6 +55,9 @@ def chaos(
     asked = _checked(trials, seed, steps, save_every, device, limit)
     path = plan / "plan.json" if plan.is_dir() else plan
     wanted = file.read(path)
+    if wanted.sync is not None and wanted.sync.quorum:
+        raise UserError("a lost replica of this plan (sync.quorum) changes what is trained, and no twin says what it should be",
+                        "try it on the plan without sync.quorum; benchmarks/diloco_churn.py does it for replicas")  # fmt: skip
     request = _request(wanted, path, out or Path("runs") / f"chaos-{_stem(path)}", asked, data)
     doing = common.Doing("faults on purpose")
     with contextlib.ExitStack() as stack:

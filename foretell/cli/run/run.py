@@ -59,18 +59,30 @@ def run(
     asked = before | wished.asked()
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"--device {device} is not known", "auto, cpu or cuda")
-    wanted = file.read(plan)
+    wanted = file.read_training(plan)
     if box:
         return boxes.of_run(wanted, asked, device, json=json, given={**asked, "out": out, "resume": resume})
     how = _supervision(wished)
+    _refuse_strangers(wanted)
     if not launch.is_rank() and (wanted.mesh.world > 1 or how.restarts or how.notices or how.replan):
         return _launch(wanted, plan, asked, out, device, how, resume=resume)
     if launch.is_rank() and not launch.launcher_lives() and how.restarts:
         raise UserError("--max-restarts is for ranks that foretell starts itself", "give it to torchrun: torchrun --max-restarts N ...")
     if launch.is_rank() and not launch.launcher_lives() and how.replan:
         raise UserError("--replan is for ranks that foretell starts itself", "leave it out under torchrun")
+    if not launch.is_rank():
+        _refuse_memory(asked, how)
     with _noticing(how):
         return _here(wanted, plan, asked, out, device, resume=resume, json=json, teaches=update_profile)
+
+
+def _refuse_strangers(plan: Plan) -> None:
+    """Replicas that come and go are started by foretell alone, which knows when one is lost."""
+    from foretell.runtime.process import launch
+    from foretell.runtime.process.replica import role
+
+    if plan.sync is not None and plan.sync.quorum and launch.is_rank() and role() is None:
+        raise UserError("the plan has sync.quorum, and torchrun starts all ranks again when one is lost", "start it with `foretell run` alone")
 
 
 def _restarted(out: Path | None) -> bool:
@@ -98,11 +110,14 @@ def _supervision(wished: RunOptions) -> Supervision:
     )  # fmt: skip
 
 
-def _elastic(plan: Plan, out: Path, how: Supervision) -> Elastic | None:
-    """What knows other plans of the run."""
+def _elastic(plan: Plan, out: Path, how: Supervision, *, exact: bool) -> Elastic | None:
+    """What knows other plans of the run; of an exact one, those with other replicas alone."""
+    from foretell.runtime.parallel import exact_plans
     from foretell.runtime.process.supervise.elastic import Answer, Elastic
 
     def plan_for(plan: Plan, ranks: Sequence[int]) -> Plan:
+        if exact:
+            return exact_plans.plan_for(plan, ranks[0])
         from foretell.search.other_ranks import plan_for
 
         return plan_for(plan, ranks)
@@ -117,6 +132,8 @@ def _elastic(plan: Plan, out: Path, how: Supervision) -> Elastic | None:
 
     if not how.elastic and not how.replan:
         return None
+    if how.replan and exact:
+        raise UserError("--replan looks for plans that compute otherwise, and --exact keeps every bit", "give one of the two")
     if plan.sync is not None:
         raise UserError(f"--{'elastic' if how.elastic else 'replan'} keeps the training as it is, and replicas that step alone train otherwise "
                         "in another number", "leave it out, or plan without --sync-every")  # fmt: skip
@@ -174,16 +191,32 @@ def _launch(
     from foretell.runtime.process import launch
     from foretell.runtime.process.apart import apart
     from foretell.runtime.process.supervise.keep import Keeper
+    from foretell.runtime.process.supervise.replicas import ReplicaKeeper
     from foretell.runtime.train import folder
 
     launch.check_room(plan, device)
     out = out or folder.usual_path(plan)
     apart(lambda: folder.check(plan, asked, resume=resume))
+    before = folder.read_settings(out) if resume else None
+    exact = bool(asked.get("exact")) if before is None else before.exact
+    _refuse_memory(asked, how)
+    memory = _memory(out) if asked.get("memory_every", before.memory_every if before is not None else 0) else None
+    if exact:
+        os.environ.setdefault(folder.THREADS, "1")  # not what is left of the cores, which another number of ranks would change
     given = any(word == "--out" or word.startswith("--out=") for word in common.typed())
     words = [*common.typed(), *([] if given else ["--out", str(out)])]
-    if how.restarts and not asked.get("no_save") and not (asked.get("save_every") or asked.get("mtbf") or resume):
+    keeps = plan.sync is not None and plan.sync.quorum > 0  # the others go on
+    saves = asked.get("save_every") or asked.get("mtbf") or memory
+    if how.restarts and not keeps and not asked.get("no_save") and not (saves or resume):
         _say("no checkpoint is saved on the way: a restart begins at the first step; --save-every N or --mtbf TIME saves some")
-    ended = Keeper(words, plan.mesh.world, out, how=how, say=_say, elastic=_elastic(plan, out, how)).run()
+    elastic = _elastic(plan, out, how, exact=exact)
+    if plan.sync is not None and plan.sync.quorum:
+        if memory is not None:
+            raise UserError("--memory-every with a quorum", "--save-every: replicas that go on need no state in memory")
+        keeper: ReplicaKeeper | Keeper = ReplicaKeeper(words, plan.mesh.dp_replicate, plan.sync.quorum, out, how=how, say=_say)
+    else:
+        keeper = Keeper(words, plan.mesh.world, out, how=how, say=_say, elastic=elastic, memory=memory)
+    ended = keeper.run()
     if ended.problem:
         more = "" if how.restarts or not ended.fault else "--max-restarts 3 restarts a run that ends so"
         hint = "; ".join(filter(None, [ended.remedy, _last_words(out), more]))
@@ -191,6 +224,18 @@ def _launch(
         failed.exit_code = 1
         raise failed
     return ended.status
+
+
+def _refuse_memory(asked: dict[str, Any], how: Supervision) -> None:
+    """Raise where checkpoints in memory are asked for, and nothing would read them."""
+    if asked.get("memory_every") and not how.restarts:
+        raise UserError("--memory-every keeps checkpoints for restarts, and there are none", "give --max-restarts N too")
+
+
+def _memory(out: Path) -> Path:
+    from foretell.checkpoint import memory
+
+    return memory.folder_of(out)
 
 
 def _say(text: str) -> None:

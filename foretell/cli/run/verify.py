@@ -37,7 +37,7 @@ def verify(
     from foretell.plan import file
     from foretell.plan.legal import check
 
-    asked = file.read(plan)
+    asked = file.read_training(plan)
     check(asked)
     return _verify(str(plan), asked, steps, limit, json=json)
 

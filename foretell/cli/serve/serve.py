@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from foretell.cli import common
 from foretell.errors import UserError
 
+if TYPE_CHECKING:
+    from foretell.serve.start import Setup
+
 
 def serve(
-    model: str = typer.Argument(..., metavar="MODEL", help="A zoo name, hf:TYPE or hf:FOLDER, or FILE.py:FUNCTION."),
+    context: typer.Context,
+    model: str = typer.Argument(..., metavar="MODEL | PLAN", help="A zoo name, hf:TYPE or hf:FOLDER, FILE.py:FUNCTION; or a plan of plan --serve."),
     weights: Path | None = typer.Option(
         None, "--init-from", metavar="PATH", help="Weights: a safetensors file, a Hugging Face folder, a run or a checkpoint."
     ),
@@ -24,6 +30,11 @@ def serve(
     running: int = typer.Option(64, "--running", help="Sequences that are generated at a time, at most."),
     tokens: int = typer.Option(512, "--tokens", help="Tokens that a step computes, at most: long prompts go in such pieces."),
     share: bool = typer.Option(True, "--share/--no-share", help="Prompts that begin alike share pages."),
+    replicas: int = typer.Option(1, "--replicas", help="With --on: so many servers, each with its share of the requests."),
+    tp: int = typer.Option(1, "--tp", metavar="N", help="Ranks that share every layer, each with its own heads."),
+    pp: int = typer.Option(1, "--pp", metavar="N", help="Ranks that have the blocks one after the other; as many steps are under way."),
+    weight_format: str = typer.Option("bf16", "--weights", metavar="FORMAT", help="With --on: bf16, fp8, int8 or int4; with --engine fp4 too."),
+    kv: str = typer.Option("bf16", "--kv", metavar="FORMAT", help="With --on: keys and values in bf16, fp8 or int8."),
     queue: int = typer.Option(1024, "--queue", help="Requests that may wait; more are told to come back (429)."),
     host: str = typer.Option("127.0.0.1", "--host", help="The address to listen at. There is no password: leave it to this machine."),
     port: int = typer.Option(8000, "--port", help="0: any that is free."),
@@ -34,7 +45,14 @@ def serve(
     slo: str | None = typer.Option(
         None, "--slo", metavar="LIMITS", help="With --load: ttft=500ms,tpot=40ms; the highest rate that keeps them is told."
     ),
-    graphs: bool = typer.Option(False, "--graphs", help="With --on: as if launches were replayed (this engine does not yet)."),
+    eject: Path | None = typer.Option(
+        None, "--eject", metavar="FILE.py", help="Serve nothing: write a small server in one file that needs torch alone."
+    ),
+    engine: str = typer.Option(
+        "foretell", "--engine", metavar="ENGINE", help="With --on: foretell, vllm, sglang, trtllm or gpt-fast; :VERSION; all devices of HW together."
+    ),
+    graphs: bool = typer.Option(True, "--graphs/--no-graphs", help="On a GPU: launches of a step are replayed as a CUDA graph."),
+    compiled: bool = typer.Option(True, "--compile/--no-compile", help="On a GPU: layers under torch.compile, as one piece of code."),
     seed: int = typer.Option(0, "--seed", help="Of the weights, where none are given."),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
@@ -43,24 +61,43 @@ def serve(
 
     The model stays as it is: its attention is taken over from outside, keys and values are held in pages.
     """
-    _check(pages=pages, page=size, running=running, tokens=tokens, queue=queue)
+    if model.endswith(".json") and not model.startswith("hf:"):
+        from foretell.cli.serve.planned import from_plan
+
+        return from_plan(context, serve, model)
+    _check(pages=pages, page=size, running=running, tokens=tokens, queue=queue, replicas=replicas, tp=tp, pp=pp)
+    if eject is not None:
+        from foretell.cli.serve.ejected import written
+
+        return written(model, override, eject, {"pages": pages, "size": size, "running": running, "tokens": tokens}, seed=seed, json=json)
+    if engine != "foretell":
+        if on is None:
+            raise UserError(f"--engine {engine} without --on: other engines are forecast, not run", f"add --on HW, or plan export --to {engine}")
+        from foretell.cli.serve.engine import told_engine
+
+        return told_engine(model, on, override, engine, weight_format, load=load, slo=slo, json=json)
     if on is not None:
         from foretell.cli.serve.forecast import told
 
-        sizes = {"pages": pages, "size": size, "running": running, "tokens": tokens}
-        return told(model, on, override, dtype, sizes, load=load, slo=slo, graphs=graphs, json=json)
-    if load is not None or slo is not None or graphs:
-        raise UserError("--load, --slo and --graphs are of a forecast", "add --on HW, such as --on H100")
-    if not 0 <= port < 65536:
-        raise UserError(f"port {port}", "0 to 65535; 0 is any that is free")
+        sizes = {"pages": pages, "size": size, "running": running, "tokens": tokens, "share": share, "compiled": compiled}
+        ranks = {"replicas": replicas, "tp": tp, "pp": pp, "weights": weight_format, "kv": kv}
+        return told(model, on, override, dtype, {**sizes, **ranks}, load=load, slo=slo, graphs=graphs, json=json)
+    _check_run(load, slo, plain=(replicas, weight_format, kv) == (1, "bf16", "bf16"), port=port)
     from foretell.options import words
-    from foretell.serve.start import Setup, started
+    from foretell.serve.start import Setup
 
     asked = Setup(
         model=model, overrides=words.overrides(override), weights=weights, tokenizer=tokenizer, device=device, dtype=dtype, pages=pages, size=size,
-        running=running, tokens=tokens, share=share, queue=queue, seed=seed,
+        running=running, tokens=tokens, share=share, queue=queue, seed=seed, tp=tp, pp=pp, graphs=graphs, compiled=compiled,
     )  # fmt: skip
-    with common.progress(f"building {model}"):
+    return _run(asked, host, port, json=json)
+
+
+def _run(asked: Setup, host: str, port: int, *, json: bool) -> int:
+    """Until it is asked to end; 1 where it ended by itself."""
+    from foretell.serve.start import started
+
+    with common.progress(f"building {asked.model}"):
         server = started(asked)
 
     def ready(actual: int) -> None:
@@ -70,8 +107,20 @@ def serve(
         else:
             common.emit(server.told(host, actual))
 
-    server.run(host, port, ready)
-    return 0
+    lost = server.run(host, port, ready)
+    if lost:
+        common.emit(f"the server ended: {lost}; requests under way were told", sys.stderr)
+    return int(bool(lost))
+
+
+def _check_run(load: str | None, slo: str | None, *, plain: bool, port: int) -> None:
+    """What is only foretold is refused where a server is to run."""
+    if load is not None or slo is not None:
+        raise UserError("--load and --slo are of a forecast", "add --on HW, such as --on H100")
+    if not plain:
+        raise UserError("--replicas, --weights and --kv are not run yet", "add --on HW to forecast them, such as --on 8xH100")
+    if not 0 <= port < 65536:
+        raise UserError(f"port {port}", "0 to 65535; 0 is any that is free")
 
 
 def _check(**numbers: int) -> None:

@@ -101,6 +101,8 @@ class RankSamples:
     accumulate: int = 1
     ranks: int = 1
     rank: int = 0
+    together: bool = False
+    """Whether its micro-batches follow each other in the order of the step; else ranks take turns."""
 
     @property
     def step(self) -> int:
@@ -109,7 +111,8 @@ class RankSamples:
 
     def numbers(self, first: int) -> np.ndarray:
         """Run-wide numbers of its samples in the step that begins with sample `first`: a row for every micro-batch."""
-        starts = first + (np.arange(self.accumulate, dtype=np.int64) * self.ranks + self.rank) * self.micro_batch
+        own = np.arange(self.accumulate, dtype=np.int64)
+        starts = first + (self.rank * self.accumulate + own if self.together else own * self.ranks + self.rank) * self.micro_batch
         return starts[:, None] + np.arange(self.micro_batch, dtype=np.int64)
 
 

@@ -32,6 +32,7 @@ from foretell.plan.recipe import refuse_other_model
 from foretell.plan.types import AWAY, MASTER, Mesh, Plan, Residency
 from foretell.runtime.parallel import shard
 from foretell.runtime.parallel.adapted import put_on
+from foretell.runtime.parallel.exact import ExactSum
 from foretell.runtime.parallel.float8 import lowered
 from foretell.runtime.parallel.ranks import Ranks
 from foretell.runtime.parallel.recompute import recompute
@@ -109,7 +110,7 @@ class Job:
         if learning_rate is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
-        holding = plan.together.world // ranks.size("pp")
+        holding = plan.together.world // ranks.size("pp") if runner.exact is None else 1
         self._weights = {p: 1.0 / (clip.holders(p, holding) * runner.copies(name)) for name, p in trained}
 
     def _moved(self, trained: dict[str, nn.Parameter], learning_rate: float | None, scratch: str | Path | None) -> Offloaded:
@@ -136,6 +137,8 @@ class Job:
         with plainly():
             loss = self.runner.backward([self.place(batch) for batch in micro_batches])
         self.skips.end()
+        if self.runner.exact is not None:
+            self.runner.exact.check(self.skips.buffers.changed)
         clip.settle(self._parameters)
         return loss
 
@@ -179,7 +182,7 @@ class Job:
         """The mean loss, the squared norm of the gradient where it is asked for (else 0), and the norm."""
         normed = self.plan.clip is not None or self.scaler is not None or self.skips.watches
         squares = clip.squares(self._parameters, self._weights, self._known()) if normed else None
-        mean, total = self._sum(loss, squares, self.plan.together)
+        mean, total = self._sum(loss if self.runner.exact is None else self.runner.exact.loss, squares, self.plan.together)
         return mean, total, total.sqrt() if normed else None
 
     def _unscale(self, norm: Tensor) -> Tensor:
@@ -205,13 +208,13 @@ class Job:
             shard.reshard(self.parts)
             for part in self.parts:
                 part.train()
-        return self._sum(loss, None, self.plan.mesh)[0]
+        return self._sum(loss, None, self.plan.mesh if self.ranks.replica is None else self.plan.together)[0]
 
     def _sum(self, loss: Tensor | None, squares: Tensor | None, over: Mesh) -> tuple[Tensor, Tensor]:
         """Mean loss over data ranks and the squared norm of the gradient, known to all; where replicas step alone, of one of them."""
         zero = torch.zeros((), device=self.ranks.device)
         both = torch.stack([zero if loss is None else loss.float(), zero if squares is None else squares])
-        if over.world > 1:
+        if over.world > 1 and self.runner.exact is None:
             dist.all_reduce(both, group=self.ranks.group("dp_shard") if over.world < self.ranks.world else None)
             both[0] /= over.data * over.tp * over.cp
         return both[0], both[1]
@@ -325,13 +328,13 @@ def _other(problem: str) -> UserError:
 
 def apply(
     workload: Workload, plan: Plan, ranks: Ranks, *, learning_rate: float | None = None, backend: str = "inductor",
-    scratch: str | Path | None = None, start: AdapterFile | None = None, adapted: bool = False,
+    scratch: str | Path | None = None, start: AdapterFile | None = None, adapted: bool = False, exact: bool = False,
 ) -> Job:  # fmt: skip
     """Turn a model into a job; the model is changed in place. `backend` is torch.compile's; `scratch` is a folder for what
-    the plan keeps on disk; `start` are adapters to begin with; `adapted` says that the plan's adapters are on the model already."""
+    the plan keeps on disk; `start` are adapters to begin with; `adapted`: they are on the model already; `exact`: see `ExactSum`."""
     model = workload.model
     paths = find_blocks(model)
-    check(plan, Facts(blocks=tuple(paths), world=ranks.world))
+    check(plan, Facts(blocks=tuple(paths), world=ranks.world if ranks.replica is None else ranks.replica.count))
     if not adapted:
         refuse_other_model(plan, shapes_of(model))
     model.train()
@@ -345,7 +348,7 @@ def apply(
         from foretell.runtime.offload.attach import place_rest
 
         place_rest(model, ranks.device, torch.bfloat16 if plan.precision == MASTER else None)
-    elif ranks.data_mesh is None or plan.mesh.pp > 1 or plan.mesh.tp > 1 or plan.mesh.ep > 1:
+    elif exact or ranks.data_mesh is None or plan.mesh.pp > 1 or plan.mesh.tp > 1 or plan.mesh.ep > 1:
         model.to(ranks.device)  # otherwise every unit is moved as it is sharded
     place = functools.partial(placed, device=ranks.device, precision=plan.precision)
     example = place(workload.batch)
@@ -367,7 +370,8 @@ def apply(
         loss = workload.loss
         if plan.kernels.get("loss") == "compiled" and loss is not None:
             loss = torch.compile(loss, backend=backend)
-        runner: Runner = WholeModel(model, loss, autocast(plan, ranks), context, _in_chunks(workload, plan))
+        sums = ExactSum(model, plan, ranks) if exact else None
+        runner: Runner = WholeModel(model, loss, autocast(plan, ranks, whole=exact), context, _in_chunks(workload, plan), sums)
         held = [paths]
     else:
         from foretell.runtime.parallel.pipeline.stages import cut
@@ -398,7 +402,8 @@ def apply(
             mesh = ranks.submesh(("ep",))
             assert mesh is not None
             held_experts = [one.path for one in expert.apply(part, stacks, mesh).experts]
-        shard.shard(part, blocks, plan, ranks, held_experts)
+        if not exact:
+            shard.shard(part, blocks, plan, ranks, held_experts)
     return Job(plan, ranks, runner, place, learning_rate=learning_rate, split=split, away=away, scratch=scratch, base=base,
                tables=tables, shapes=shapes)  # fmt: skip
 
@@ -462,9 +467,9 @@ def compile_part(part: nn.Module, blocks: Sequence[str], plan: Plan, backend: st
         module.forward = aside(compiled) if plan.loss_chunks > 1 else compiled  # type: ignore[method-assign]
 
 
-def autocast(plan: Plan, ranks: Ranks) -> Callable[[], AbstractContextManager[Any]]:
+def autocast(plan: Plan, ranks: Ranks, *, whole: bool = False) -> Callable[[], AbstractContextManager[Any]]:
     """Around forward and loss: autocast where mixed precision is not already `fully_shard`'s doing."""
-    if plan.precision in MIXED and plan.together.spread == 1:
+    if plan.precision in MIXED and (whole or plan.together.spread == 1):
         dtype = getattr(torch, computes_in(plan.precision))
         return lambda: torch.autocast(ranks.device.type, dtype)
     return nullcontext
@@ -475,6 +480,11 @@ def _outer(plan: Plan, parameters: list[nn.Parameter], ranks: Ranks) -> Outer:
     from foretell.runtime.parallel.sync.outer import Outer
 
     assert plan.sync is not None
+    sync, replica = plan.sync, ranks.replica
+    if replica is not None:
+        from foretell.runtime.parallel.sync.peer import joined
+
+        return Outer(sync, parameters, 1, lambda elements: joined(replica, elements, sync))
     exchange, format = GroupExchange(ranks.group("dp_replicate"), ranks.size("dp_replicate"), ranks.coordinate("dp_replicate")), plan.sync.format
     return Outer(plan.sync, parameters, exchange.replicas, lambda elements: Mean(exchange, elements, format, ranks.device))
 

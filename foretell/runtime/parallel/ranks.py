@@ -17,6 +17,7 @@ from foretell.plan.legal import launch
 from foretell.plan.types import AXES, Mesh, Plan
 from foretell.runtime.process.blame import TIMEOUT_SECONDS
 from foretell.runtime.process.launch import launcher_lives
+from foretell.runtime.process.replica import ReplicaRole, role
 from foretell.runtime.process.secure import served_store
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class Ranks:
     """Replicas step alone: parameters are spread, and gradients summed, over the ranks of one of them."""
     alone: bool = False
     """Other ranks are stand-ins: there is nobody to agree with."""
+    replica: ReplicaRole | None = None
+    """Where a hub joins replicas that come and go: each of them, and the hub, is a world of its own."""
 
     @property
     def is_first(self) -> bool:
@@ -106,11 +109,13 @@ class Ranks:
     @property
     def data_size(self) -> int:
         """Ranks that see different samples."""
-        return self.sizes.data
+        return self.sizes.data if self.replica is None else self.replica.count
 
     @property
     def data_rank(self) -> int:
         """Which of them this rank is: dp_shard runs fastest."""
+        if self.replica is not None:
+            return max(0, self.replica.slot)
         return self.coordinate("dp_replicate") * self.sizes.dp_shard + self.coordinate("dp_shard")
 
 
@@ -121,6 +126,8 @@ def start(plan: Plan, *, device: str = "auto", timeout_s: float = TIMEOUT_SECOND
     already there is used as it is. With a placement, the process that torchrun started as device d becomes the rank
     that the plan puts there, and RANK says so from then on.
     """
+    if (replica := role()) is not None:
+        return _one_replica(plan, replica, device)
     rank, world, local_rank = _place()
     if world != plan.mesh.world:
         raise UserError(
@@ -152,6 +159,14 @@ def start(plan: Plan, *, device: str = "auto", timeout_s: float = TIMEOUT_SECOND
         rank=rank, world=world, local_rank=local_rank, device=chosen, mesh=form(plan.mesh, chosen.type), sizes=plan.mesh,
         apart=plan.sync is not None, alone=dist.get_backend() == BOX,
     )  # fmt: skip
+
+
+def _one_replica(plan: Plan, replica: ReplicaRole, device: str) -> Ranks:
+    """A world of its own; the hub, which speaks and saves, is on the host."""
+    if replica.count != plan.mesh.dp_replicate:
+        raise UserError(f"the plan has {plan.mesh.dp_replicate} replicas and {replica.count} were started", "start it with `foretell run`")
+    chosen = torch.device("cpu") if replica.is_hub else _device(device, replica.slot)
+    return Ranks(rank=0, world=1, local_rank=max(0, replica.slot), device=chosen, mesh=None, sizes=Mesh(), replica=replica)
 
 
 def form(mesh: Mesh, device_type: str) -> DeviceMesh | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from foretell.runtime.parallel import shard
 from foretell.runtime.train.numbers.finite import Skips
@@ -22,6 +23,7 @@ from foretell.trace.record.step import (
 if TYPE_CHECKING:
     from foretell.runtime.offload.adamw import Offloaded
     from foretell.runtime.parallel.context.positions import ContextParallel
+    from foretell.runtime.parallel.exact import ExactSum
     from foretell.runtime.parallel.pipeline.stages import RankStages
 
 
@@ -32,6 +34,8 @@ class Runner(Protocol):
     """The model, or the stages of it that this rank has."""
     scaler: LossScaler | None
     """What the loss is multiplied by before backward, where it is."""
+    exact: ExactSum | None
+    """What sums gradients to the same bits on any number of ranks, where that is asked for."""
 
     def backward(self, micro_batches: Sequence[Batch]) -> Tensor | None:
         """Add the gradients of the mean loss; that mean where this rank computes it, else None."""
@@ -48,9 +52,9 @@ class WholeModel:
 
     def __init__(
         self, model: nn.Module, loss: Loss | None, guard: Callable[[], AbstractContextManager[Any]],
-        context: ContextParallel | None = None, around: Callable[[Workload], Tensor] | None = None,
+        context: ContextParallel | None = None, around: Callable[[Workload], Tensor] | None = None, exact: ExactSum | None = None,
     ) -> None:  # fmt: skip
-        self.model, self.loss, self.guard, self.context, self.around = model, loss, guard, context, around
+        self.model, self.loss, self.guard, self.context, self.around, self.exact = model, loss, guard, context, around, exact
         self.parts = [model]
         self.scaler: LossScaler | None = None
         self._moved: Offloaded | None = None
@@ -71,6 +75,8 @@ class WholeModel:
         return 1
 
     def backward(self, micro_batches: Sequence[Batch]) -> Tensor:
+        if self.exact is not None:
+            return self.exact.backward(self._losses(micro_batches, self.exact))
         total: Tensor | None = None
         for position, batch in enumerate(micro_batches):
             shard.reduce_over_replicas([self.model], position == len(micro_batches) - 1)
@@ -86,10 +92,19 @@ class WholeModel:
         assert total is not None
         return total
 
+    def _losses(self, micro_batches: Sequence[Batch], exact: ExactSum) -> Iterator[Tensor]:
+        """Loss of each; in memory of its own, since where a tensor begins may change how kernels add."""
+        for position, batch in enumerate(micro_batches):
+            exact.seed(position)
+            with self.guard():
+                loss = self._loss(pytree.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, batch))
+            yield loss
+
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
         with self.guard():
-            return torch.stack([self._loss(batch) for batch in batches]).mean()
+            losses = [self._loss(batch) for batch in batches]
+        return torch.stack(losses).mean() if self.exact is None else self.exact.mean(losses)
 
 
 class Piped:
@@ -98,6 +113,7 @@ class Piped:
     def __init__(self, stages: RankStages) -> None:
         self.stages, self.parts = stages, stages.parts
         self.scaler: LossScaler | None = None
+        self.exact: ExactSum | None = None
 
     def copies(self, name: str) -> int:
         return len(self.stages.flow.parameters[name])

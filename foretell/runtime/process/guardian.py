@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ MOST_SECONDS = 600.0
 """A rank that has not ended so long after its launcher is ended."""
 LOOK_SECONDS = 0.5
 _DONE = b"done\n"
+_FOLDER = "folder "
 
 
 class Guardian:
@@ -30,6 +32,10 @@ class Guardian:
     def add(self, pid: int) -> None:
         """A rank was started."""
         self._write(f"{pid} {_started(pid)}\n".encode())
+
+    def forget(self, folder: str) -> None:
+        """A folder that is taken away once no rank is left."""
+        self._write(f"{_FOLDER}{folder}\n".encode())
 
     def close(self) -> None:
         """No rank is left."""
@@ -87,6 +93,9 @@ def guard(said: bytes, most_s: float = MOST_SECONDS, *, tree: bool = False) -> N
     while left := [rank for rank in ranks if _lives(*rank)]:
         _send(left, signal.SIGCONT if time.monotonic() < end else signal.SIGKILL)
         time.sleep(LOOK_SECONDS)
+    for line in said.decode().splitlines():
+        if line.startswith(_FOLDER):
+            shutil.rmtree(line.removeprefix(_FOLDER), ignore_errors=True)
 
 
 def _send(ranks: list[tuple[int, str]], number: int) -> None:

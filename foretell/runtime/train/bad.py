@@ -21,7 +21,6 @@ from foretell.runtime.train.folder import note_fault
 from foretell.runtime.train.numbers import guard
 from foretell.runtime.train.numbers.bad import WINDOW_STEPS
 from foretell.runtime.train.numbers.guard import LOSS, WEIGHTS, Finding
-from foretell.runtime.train.rng import seed_all, step_seed
 
 if TYPE_CHECKING:
     from foretell.runtime.train.loop import TrainingRun
@@ -133,7 +132,7 @@ def _replayed(run: TrainingRun, bad: StepReading, first: int, what: str) -> Seco
     ranks, job = run.ranks, run.job
     took = (ranks.data_rank + 1) % ranks.data_size
     batches = run.feed.at(first, took)
-    seed_all(step_seed(run.settings.seed, took, bad.step - 1), ranks.device)
+    run.seed(bad.step - 1, took)
     broken = guard.bad_weight(job)
     loss, found = guard.watched(job, batches)
     result = job.look(loss)
@@ -249,6 +248,8 @@ def _went_back(run: TrainingRun, bad: StepReading) -> bool:
         )
         note_fault(run.folder.path, "rollback", step=bad.step, checkpoint=run.step, bad_steps=passed, first_sample=skipped, last_sample=position - 1)
     run.control.first(lambda: _forget_newer(run))
+    if run.memory is not None:
+        run.memory.forget()
     saver.good = {path for path in saver.good if path.exists()}
     if run.log is not None:
         run.log.back_to(run.step)

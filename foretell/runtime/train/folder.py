@@ -32,6 +32,7 @@ from foretell.plan.text import shell_word
 from foretell.plan.types import Plan
 from foretell.runtime.detect import ring
 from foretell.runtime.observe import measurement
+from foretell.runtime.parallel import exact_plans
 from foretell.runtime.process.lock import Lock, take
 from foretell.runtime.train.log import LOG
 from foretell.runtime.train.log import read as log_rows
@@ -39,10 +40,11 @@ from foretell.runtime.train.schedule import KINDS, Schedule, usual_warmup
 
 PLAN, SETTINGS, MEASUREMENT, CHECKPOINTS = "plan.json", "settings.json", "measurement.json", "checkpoints"
 FAULTS = "faults.jsonl"
+THREADS = "OMP_NUM_THREADS"
 RATES = {"adam": 3e-4, "adamw": 3e-4, "sgd": 0.1, "momentum": 0.02}
 """Peak learning rate where none is given."""
 CHANGEABLE = (
-    "steps", "schedule_steps", "eval_every", "eval_batches", "save_every", "mtbf", "keep", "no_save", "log", "workers", "bad_samples",
+    "steps", "schedule_steps", "eval_every", "eval_batches", "save_every", "memory_every", "mtbf", "keep", "no_save", "log", "workers", "bad_samples",
     "bad_steps", "spike", "scratch",
 )  # fmt: skip
 """What a resumed run may be asked otherwise."""
@@ -69,11 +71,17 @@ class RunSettings:
     """Steps' worth of held-out samples in an evaluation, at most."""
     save_every: int = 0
     """Steps between checkpoints; 0 = at the end only, or as `mtbf` says."""
+    memory_every: int = 0
+    """Steps between checkpoints in the memory of hosts; 0 = none there."""
     mtbf: float | None = None
     """Seconds between failures, on average: saves as often as loses the least time. None = by `save_every`."""
     keep: int = 2
     """Good checkpoints that stay."""
     no_save: bool = False
+    exact: bool = False
+    """The same bits on any number of ranks that divides the micro-batches of a step."""
+    threads: int = 1
+    """Of each rank, where `exact`: bits may depend on it. The run's, whatever later processes are told."""
     init_from: str | None = None
     """Weights to begin with: a safetensors file, a Hugging Face folder, a run or a checkpoint."""
     init_missing: tuple[str, ...] = ()
@@ -97,13 +105,17 @@ class RunSettings:
             raise UnknownName("schedule", self.schedule, KINDS, f"known: {', '.join(KINDS)}")
         if self.steps < 1:
             raise UserError(f"a run has at least one step, got {self.steps}", "give --steps of 1 or more")
-        for name in ("eval_every", "save_every", "workers", "bad_samples", "bad_steps"):
+        for name in ("eval_every", "save_every", "memory_every", "workers", "bad_samples", "bad_steps"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} must not be negative, got {getattr(self, name)}", f"give --{name.replace('_', '-')} 0 or more")
+        if self.threads < 1:
+            raise UserError(f"a rank has at least one thread, got {self.threads}", "set OMP_NUM_THREADS to 1 or more")
         if self.keep < 1:
             raise UserError(f"at least one checkpoint is kept, got {self.keep}", "give --keep 1 or more")
         if self.mtbf is not None and not 0 < self.mtbf < float("inf"):
             raise UserError(f"the time between failures must be above zero, got {self.mtbf}", "give --mtbf such as 4h")
+        if self.memory_every and self.no_save:
+            raise UserError("--memory-every keeps checkpoints in memory, and --no-save has none", "leave out one of the two")
         if self.mtbf is not None and self.save_every:
             raise UserError("--mtbf says when to save, and --save-every does too", "give one of the two")
         if self.spike is not None and not 1 < self.spike < float("inf"):
@@ -188,6 +200,8 @@ def check(plan: Plan, asked: Mapping[str, Any], *, resume: bool = False) -> None
 
     legal.check(plan, facts_of(plan))
     settings = RunSettings(**asked)
+    if settings.exact:
+        exact_plans.refuse(plan)
     if not resume:  # a resumed run has its own
         settings.schedule_for(plan)
     _refuse_bad_steps(plan, asked)
@@ -331,6 +345,8 @@ def go_on(path: Path, plan: Plan, asked: dict[str, Any]) -> RunSettings:
     changed = {name: asked[name] for name in CHANGEABLE if name in asked}
     if changed.get("mtbf") is not None or changed.get("save_every"):  # one takes the other's place
         changed = {"mtbf": None, "save_every": 0, **changed}
+    if before.exact:
+        exact_plans.refuse_other(stored, plan)
     settings = RunSettings.from_json({**before.settled(stored).to_json(), **changed})
     settings.schedule_for(plan)
     write_atomically(path / SETTINGS, json.dumps(settings.to_json(), indent=2) + "\n")

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import gc
 import traceback
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from foretell.plan.types import Plan
@@ -22,6 +21,7 @@ from foretell.runtime.train.numbers.guard import RunFailed
 from foretell.trace.record.step import Batch
 
 if TYPE_CHECKING:
+    from foretell.runtime.parallel.apply import Job
     from foretell.runtime.train.loop import TrainingRun
 
 _SAME_LOSS = 0.01
@@ -44,12 +44,14 @@ class Halving:
         return f"{size}: the same samples and, of a loss that is their mean, the same gradient"
 
 
-def halved(plan: Plan, parts: Sequence[nn.Module]) -> Halving:
+def halved(plan: Plan, job: Job) -> Halving:
     """The plan in the next smaller micro-batches; a batch norm's statistics would be those of fewer samples, so it is left alone."""
+    if job.runner.exact is not None:
+        return Halving(plan=None, why="smaller micro-batches would give other bits than --exact has promised")
     factor = next((number for number in range(2, plan.micro_batch + 1) if plan.micro_batch % number == 0), 1)
     if factor == 1:
         return Halving(plan=None, why="a micro-batch has one sample already")
-    mixes = next((name for part in parts for name, module in part.named_modules() if isinstance(module, _BatchNorm)), None)
+    mixes = next((name for part in job.parts for name, module in part.named_modules() if isinstance(module, _BatchNorm)), None)
     if mixes is not None:
         return Halving(plan=None, why=f"smaller micro-batches would change what the batch norm {mixes} computes")
     smaller = plan.with_(
@@ -65,7 +67,7 @@ def gradients(run: TrainingRun, batches: list[Batch]) -> Tensor | None:
     try:
         return run.job.backward(batches)
     except torch.OutOfMemoryError as error:
-        smaller = halved(run.plan, run.job.parts)
+        smaller = halved(run.plan, run.job)
         if smaller.plan is None or run.ranks.world > 1 or run.job.changing:
             raise
         why = str(error).splitlines()[0]

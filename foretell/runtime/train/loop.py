@@ -11,7 +11,6 @@ import gc
 import math
 import os
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,13 +30,14 @@ from foretell.runtime.observe.process_state import delayed
 from foretell.runtime.parallel.apply import Job
 from foretell.runtime.parallel.ranks import Ranks
 from foretell.runtime.parallel.sync import rounds
-from foretell.runtime.process import launch, whose_error
+from foretell.runtime.process import launch
 from foretell.runtime.process.control import Control
 from foretell.runtime.process.progress import DATA, END, EVALUATION, SAVE, STEP, Progress
 from foretell.runtime.process.progress import LOG as LOGGING
 from foretell.runtime.process.signals import STEPS, Signals
-from foretell.runtime.train import bad, halve, log, save
+from foretell.runtime.train import bad, halve, log, salvage, save
 from foretell.runtime.train.folder import MEASUREMENT, Folder, RunSettings
+from foretell.runtime.train.memory import PREFIX, MemoryCheckpoints, order
 from foretell.runtime.train.numbers import guard
 from foretell.runtime.train.numbers.bad import BadSteps
 from foretell.runtime.train.numbers.scaler import overflow_words, overflowed
@@ -79,6 +79,8 @@ class TrainingRun:
     known: Mapping[str, TensorMeta]
     """Parameters of the whole model."""
     saver: save.Saver | None
+    memory: MemoryCheckpoints | None = None
+    """What saves to the memory of hosts besides."""
 
     def __post_init__(self) -> None:
         self.schedule = self.settings.schedule_for(self.plan)
@@ -92,6 +94,7 @@ class TrainingRun:
         """Updates done."""
         self.log: log.RunLog | None = None
         self.signals, self.progress = Signals(), Progress()
+        self._savers = [] if self.saver is None else [self.saver] if self.memory is None else [self.saver, self.memory.saver]
         self.bad: StepReading | None = None
         self.bad_steps = BadSteps(self.settings.bad_steps, self.settings.spike)
         self.overflows = 0
@@ -106,6 +109,8 @@ class TrainingRun:
         """Where there are other ranks: what to save if their code or this one's fails in the middle of a step."""
         self.loose: list[str] = []
         """Tensors that were not finite when the run began, and so may be in its checkpoints."""
+        self._source = ""
+        """Where the checkpoint is from that the run went on with, in words; empty for the disk."""
         self._told = self._asked_memory = 0.0
         self._told_direct = self._told_disk = False
         self._memory: dict[str, int | None] = {}
@@ -114,7 +119,8 @@ class TrainingRun:
 
     def resume(self) -> None:
         """Take up the newest checkpoint that is as it was written; without any the run begins at its start."""
-        found, complaint = self.newest(self.control.first(lambda: [path.name for path in save.candidates(self.folder.checkpoints)]))
+        names = self.control.first(lambda: [path.name for path in save.candidates(self.folder.checkpoints)])
+        found, complaint = self.newest(names if self.memory is None else order(names, self.memory.names(self.screen.say)))
         if found is not None:
             self._take(*found)
             return
@@ -127,7 +133,10 @@ class TrainingRun:
         """The first of these checkpoints that is as it was written, or what is wrong with the first; all ranks ask for the same."""
         complaint = ""
         for name in names:
-            staged, why = self.control.together(lambda name=name: self._staged(self.folder.checkpoints / name))  # type: ignore[misc]
+            path, self._source = self.folder.checkpoints / name, ""
+            if self.memory is not None and name.startswith(PREFIX):
+                path, self._source = self.memory.path(name), self.memory.complete(name)
+            staged, why = self.control.together(lambda path=path: self._staged(path))  # type: ignore[misc]
             complaints = [said for said in self.control.gather(why) if said]
             if not complaints and staged is not None:
                 return staged, ""
@@ -150,7 +159,7 @@ class TrainingRun:
         """Weights, optimizer and place in the data as they were saved."""
         take(staged, self.job)
         self.feed.seek(saved.about["data"])
-        self.step, self.last_saved = saved.step, saved
+        self.step, self.last_saved = saved.step, None if self._source else saved
         self.loose = sorted(map(str, saved.about.get(save.NONFINITE) or ()))
         if self.saver is not None:
             self.saver.good.add(saved.path)
@@ -160,7 +169,7 @@ class TrainingRun:
         self.bad_steps.load(saved.about.get(BAD_STEPS))
         if self.ranks.is_first:
             before = saved_mesh(saved)
-            how = "" if before == self.plan.mesh else f", saved on {before.world} ranks"
+            how = self._source + ("" if before == self.plan.mesh else f", saved on {before.world} ranks")
             self.screen.say(f"resumed after step {self.step}{how}")
             before_it = Schedule.from_json(saved.about.get("schedule"))
             for line in resumed(before_it, self.schedule, step=self.step, steps=self.settings.steps):
@@ -176,9 +185,9 @@ class TrainingRun:
             self.log = log.RunLog(self.folder.path, more, last_step=self.step, tell=self.screen.say)
             self.log.write("resume" if since else "start", self.step, time=time.time(), command=self.command)
         try:
-            stopped = self._steps()
+            stopped = self.take_steps()
             while self.bad is not None and bad.passed_over(self):
-                stopped = self._steps()
+                stopped = self.take_steps()
             if self.bad is not None:
                 bad.give_up(self)
             if not stopped:
@@ -214,16 +223,8 @@ class TrainingRun:
 
     def salvage(self, error: BaseException) -> None:
         """A step failed: what was trained before it is saved, where this rank can do that alone."""
-        if self.ranks.world > 1 or self.saver is None or self.job.changing or not self.origin or self.step == self.origin[0]:
-            return
-        try:
-            traceback.clear_frames(error.__traceback__)  # they hold what the step has computed
-            self.job.optimizer.zero_grad(set_to_none=True)
-            self.job.skips.abandon()
-            if self.bad is None:
-                self.save()
-        except Exception as other:  # a device that is gone, say: the first error is the one to tell
-            self.screen.say(f"what was trained could not be saved: {whose_error.words(other)}")
+        if self.ranks.world == 1 and self.saver is not None and not self.job.changing and self.origin and self.step > self.origin[0]:
+            salvage.alone(self, error)
 
     @property
     def can_salvage(self) -> bool:
@@ -236,7 +237,7 @@ class TrainingRun:
 
     # ------------------------------------------------------------ steps
 
-    def _steps(self) -> bool:
+    def take_steps(self) -> bool:
         """Steps until the last one, a signal or a bad number; whether a signal stopped them."""
         settings = self.settings
         first = self.step
@@ -276,8 +277,8 @@ class TrainingRun:
             if self.step == first + 2:
                 gc.collect()
                 gc.freeze()  # what is alive now stays: later collections need not look at it again
-                if self.saver is not None and (settings.save_every or settings.mtbf):
-                    self.saver.warm(save.pieces(self.job), save.own_state(self.job))
+                for saver in self._savers if settings.save_every or settings.mtbf else self._savers[1:]:
+                    saver.warm(save.pieces(self.job), save.own_state(self.job))
             if self.step >= first + measure.SKIP_MOST:
                 self.joules.mark(self.step)
             stop = self.control.should_stop(self.step, bool(self.signals.asked), self.tally.last_seconds)
@@ -306,8 +307,13 @@ class TrainingRun:
         self.clock.pause()
         self.joules.pause()
 
-    def seed(self, step: int) -> None:
-        seed_all(step_seed(self.settings.seed, self.ranks.data_rank, step), self.ranks.device)
+    def seed(self, step: int, data_rank: int | None = None) -> None:
+        """What is drawn in a step; as another data rank would, where one is named."""
+        rank = self.ranks.data_rank if data_rank is None else data_rank
+        seed, device, exact = self.settings.seed, self.ranks.device, self.job.runner.exact
+        seed_all(step_seed(seed, rank, step), device)
+        if exact is not None:
+            exact.seed = lambda number: seed_all(step_seed(seed, exact.leaf(rank, number), step), device)
 
     def _look_at_disk(self, *, last: bool = False) -> None:
         """Warn once if the disk is slower than the plan took it to be; at the end say how fast it was."""
@@ -319,9 +325,9 @@ class TrainingRun:
 
     def _wait_for_copies(self, due: bool = True) -> None:
         """Weights may change once a save under way has copied them."""
-        if self.saver is not None and due:
+        for saver in self._savers if due else ():
             self.progress.at(SAVE)
-            self.saver.before_update()
+            saver.before_update()
         self.progress.at(STEP)
 
     def _fetched(self) -> list[Batch]:
@@ -336,7 +342,8 @@ class TrainingRun:
         evaluates = self.settings.eval_every and self.step % self.settings.eval_every == 0
         saves = self.settings.save_every and self.step % self.settings.save_every == 0
         saves = not self.settings.no_save and (saves or (self.next_save is not None and self.step >= self.next_save))
-        if self.step == self.settings.steps or not (evaluates or saves):
+        remembers = self.memory is not None and not saves and self.memory.due(self.step)
+        if self.step == self.settings.steps or not (evaluates or saves or remembers):
             return
         self._note(self.clock.read(all=True))
         if self.bad is not None:
@@ -345,6 +352,9 @@ class TrainingRun:
             self.evaluate()
         if saves:
             self.save(wait=False)
+        if remembers and self.memory is not None:
+            self.progress.at(SAVE)
+            self.memory.save(self)
         self.clock.pause()
         self.joules.pause()
 
@@ -401,8 +411,9 @@ class TrainingRun:
         began = time.perf_counter()
         share = self.held.share
         rounds = min(self.settings.eval_batches, max(1, (self.held.samples.count or share.step) // share.step))
-        losses = [float(self.job.evaluate(self.held.at(turn * share.step))) for turn in range(rounds)]
-        self.tally.eval_loss = sum(losses) / rounds
+        parts = (None,) if self.ranks.replica is None else range(self.ranks.replica.count)  # a hub has nobody who evaluates the others'
+        losses = [float(self.job.evaluate(self.held.at(turn * share.step, part))) for turn in range(rounds) for part in parts]
+        self.tally.eval_loss = sum(losses) / len(losses)
         self.tally.eval_seconds.append(time.perf_counter() - began)
         if self.log is not None:
             self.log.write("eval", self.step, loss=self.tally.eval_loss, seconds=self.tally.eval_seconds[-1])
@@ -410,6 +421,8 @@ class TrainingRun:
 
     def tell_save(self) -> save.SavedCheckpoint | save.NotSaved | None:
         """How the last save went, as soon as that is known."""
+        if self.memory is not None:
+            self.memory.tell(self)
         done = self.saver.poll() if self.saver is not None else None
         if done is None:
             return None

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from foretell.plan.types import Plan
+from foretell.runtime.parallel import exact_plans
 from foretell.runtime.parallel import ranks as members
 from foretell.runtime.process.control import Control, is_collective
 from foretell.runtime.process.lock import Lock
@@ -35,12 +37,20 @@ def run(
         try:
             ranks = members.start(plan, device=device)
             control = Control(ranks)
+            if ranks.replica is not None and not ranks.replica.is_hub:  # the folder is the hub's
+                where = Folder(path=Path(out or ""))
+                settings = folders.read_settings(where.path) or RunSettings(**asked)
+                return train(plan, settings, ranks, where, screen=Silent(), control=control, command=command, signals=signals)
             path = Path(control.first(lambda: str(out or folders.usual_path(plan))))
             stack.enter_context(_Owned(path, control, screen, resume=resume))
             if resume:
                 settings = RunSettings.from_json(control.first(lambda: folders.go_on(path, plan, dict(asked)).to_json()))
+                plan = exact_plans.unpredicted(plan) if settings.exact else plan
             else:
                 settings = RunSettings(**asked).settled(plan)
+                if settings.exact:
+                    settings = replace(settings, threads=control.first(_threads))
+                plan = exact_plans.unpredicted(plan) if settings.exact else plan
                 control.first(lambda: folders.begin(path, plan, settings))
         except RuntimeError as error:
             signals.check()
@@ -52,6 +62,20 @@ def run(
         return train(
             plan, settings, ranks, where, screen=screen, control=control, resume=resume, command=command, signals=signals
         )
+
+
+def _threads() -> int:
+    """Those of a rank as long as the run lasts, whatever their number."""
+    said = os.environ.get(folders.THREADS, "")
+    return int(said) if said.isdecimal() and int(said) else 1
+
+
+class Silent:
+    """The screen of a replica: who joins them speaks."""
+
+    def step(self, text: str, step: int) -> None: ...
+
+    def say(self, text: str) -> None: ...
 
 
 def _is_first() -> bool:

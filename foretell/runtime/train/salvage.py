@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from typing import TYPE_CHECKING
 
 from foretell.runtime.process import whose_error
@@ -16,6 +17,18 @@ LEAVE_SECONDS = 10.0
 """A run that fails waits so long for a save under way."""
 SALVAGE_SECONDS = 60.0
 """After one rank's code failed, ranks take at most so long to save together what was trained."""
+
+
+def alone(run: TrainingRun, error: BaseException) -> None:
+    """One process saves what was trained before the step that failed."""
+    try:
+        traceback.clear_frames(error.__traceback__)  # they hold what the step has computed
+        run.job.optimizer.zero_grad(set_to_none=True)
+        run.job.skips.abandon()
+        if run.bad is None:
+            run.save()
+    except Exception as other:  # a device that is gone, say: the first error is the one to tell
+        run.screen.say(f"what was trained could not be saved: {whose_error.words(other)}")
 
 
 def together(run: TrainingRun, step: int) -> None:

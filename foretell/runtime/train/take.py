@@ -261,7 +261,7 @@ def _stage_sync(reader: Reader, job: Job, staged: Staged) -> None:
     if mesh.dp_shard != ranks.size("dp_shard"):
         problem = f"{reader.saved.path} was saved by replicas of {mesh.dp_shard} ranks, and those of the plan have {ranks.size('dp_shard')}"
         raise UserError(problem, "resume with as many shards; the number of replicas may change")
-    staged.same = mesh.dp_replicate == ranks.size("dp_replicate")
+    staged.same = ranks.replica is not None or mesh.dp_replicate == ranks.size("dp_replicate")
     staged.sync = reader.own(ranks.rank if staged.same else ranks.coordinate("dp_shard"), only=SYNC)
 
 

@@ -32,11 +32,14 @@ from foretell.runtime.process.control import Control
 from foretell.runtime.process.launch import TRAINS, tell_launcher
 from foretell.runtime.process.signals import LATE, Signals, Stopped
 from foretell.runtime.process.watch import RankWatch
+from foretell.runtime.rejoin.hub_run import HubRun
+from foretell.runtime.rejoin.replica_run import ReplicaRun
 from foretell.runtime.train import folder as folders
 from foretell.runtime.train import halve, salvage, save
 from foretell.runtime.train.folder import Folder, RunSettings
 from foretell.runtime.train.log import LOG
 from foretell.runtime.train.loop import TrainingRun
+from foretell.runtime.train.memory import MemoryCheckpoints
 from foretell.runtime.train.numbers.guard import RunFailed
 from foretell.runtime.train.outcome import RunOutcome, RunScreen
 from foretell.runtime.train.prepare import applies, build, count_of, samples_of
@@ -69,6 +72,8 @@ def train(
         observer.follow(run.job)
         outcome = run.all_steps(signals)
         control.gather(None)
+        if run.memory is not None:
+            run.memory.close()
         signals.phase = LATE
         return outcome
     except Stopped as left:
@@ -86,7 +91,7 @@ def train(
         watch.publish(why)
         said = plan.predicted.get("memory_bytes")
         known = f"; the plan predicted {human_bytes(said)}" if said else ""
-        smaller = halve.halved(plan, run.job.parts) if run is not None and run.began else None
+        smaller = halve.halved(plan, run.job) if run is not None and run.began else None
         if run is None or smaller is None or smaller.plan is None:
             more = f" ({smaller.why})" if smaller is not None else ""
             raise RunFailed(why, f"use a smaller micro-batch{more} or recompute{known}; {_left(folder)}") from error
@@ -114,6 +119,8 @@ def train(
         watch.settle(SALVAGE_SECONDS)
         if run is not None and run.saver is not None:
             run.saver.wait(LEAVE_SECONDS)
+        if run is not None and run.memory is not None:
+            run.memory.saver.wait(LEAVE_SECONDS)
         if run is not None:
             run.job.close()
         if observer is not None:
@@ -156,6 +163,8 @@ def _prepared(
     plan: Plan, settings: RunSettings, ranks: Ranks, folder: Folder, control: Control, screen: RunScreen, command: str,
     resume: bool = False,
 ) -> TrainingRun:  # fmt: skip
+    if settings.exact:
+        torch.set_num_threads(settings.threads)  # how a product is cut among threads changes its bits
     workload = control.together(lambda: build(plan, settings.seed))
     known = save.whole_of(workload.model, plan)
     resumed = resume and control.first(lambda: bool(save.candidates(folder.checkpoints)))
@@ -175,17 +184,21 @@ def _prepared(
     start = None
     if settings.init_adapter is not None and not resumed:
         start = control.together(lambda: read_adapter(Path(str(settings.init_adapter))))
-    job = apply(workload, plan, ranks, learning_rate=schedule.at(0), scratch=settings.scratch or folder.path, start=start)
+    job = apply(workload, plan, ranks, learning_rate=schedule.at(0), scratch=settings.scratch or folder.path, start=start,
+                exact=settings.exact)  # fmt: skip
     known = save.trained_of(job) if plan.adapters is not None else known
-    share = RankSamples(micro_batch=plan.micro_batch, accumulate=plan.accumulate, ranks=ranks.data_size, rank=ranks.data_rank)
+    share = RankSamples(micro_batch=plan.micro_batch, accumulate=plan.accumulate, ranks=ranks.data_size, rank=ranks.data_rank,
+                        together=settings.exact)  # fmt: skip
     bad: dict[str, Any] = {"bad_samples": settings.bad_samples, "tell": lambda what: _tell_data(what, folder, ranks, screen)}
     feed = Feed(train_samples, share, seed=settings.seed, device=ranks.device, workers=settings.workers, **bad)
     held = Feed(eval_samples, share, seed=settings.seed, device=ranks.device, shuffle=False, **bad) if eval_samples else None
     measure.forget_peaks(ranks.device)
-    return TrainingRun(
+    made = TrainingRun if ranks.replica is None else HubRun if ranks.replica.is_hub else ReplicaRun
+    return made(
         plan=plan, settings=settings, ranks=ranks, folder=folder, control=control, screen=screen, command=command,
         job=job, feed=feed, held=held, unit=unit, per_step=per_sample * share.step, known=known,
         saver=None if settings.no_save else _saver(settings, ranks, folder, control),
+        memory=MemoryCheckpoints(folder.path, settings.memory_every, ranks, control, fresh=not resume) if settings.memory_every else None,
     )  # fmt: skip
 
 

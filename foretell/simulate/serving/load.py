@@ -3,6 +3,7 @@
     rate=8, in=1024±512, out=256±128          8 requests a second, as a Poisson process
     users=32, in=2048, out=128..512           32 users, each asks again when it has its answer
     all=256, in=1024, out=128                 all at once
+    rate=8, in=1024, out=128, prefix=512      the first 512 tokens of every prompt are the same
     trace.csv                                 columns time (s), in, out; or .jsonl with the same names
 """
 
@@ -10,14 +11,17 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from foretell.errors import UserError
 
+SECONDS = 60.0
+"""Of arrivals that are simulated, where they are drawn."""
 KINDS = ("rate", "users", "all")
 LEAST = 1
 EXAMPLE = 'write it like "rate=8, in=1024±512, out=256±128", "users=32, in=2048, out=128..512" or name a .csv with time, in, out'
@@ -71,6 +75,8 @@ class Load:
     output: Lengths = Lengths(mean=1)
     recorded: tuple[Request, ...] = ()
     """Of a trace."""
+    prefix: int = 0
+    """Tokens that all prompts begin with; each is at least one longer."""
     seed: int = 0
 
     @property
@@ -81,9 +87,38 @@ class Load:
     def at_rate(self, rate: float) -> Load:
         """The same requests so many a second; a trace quickened or slowed."""
         if self.kind != "trace":
-            return Load(kind="rate", amount=rate, prompt=self.prompt, output=self.output, seed=self.seed)
+            return replace(self, kind="rate", amount=rate)
         factor = self.rate / rate
-        return Load(kind="trace", recorded=tuple(Request(one.at * factor, one.prompt, one.output) for one in self.recorded))
+        return replace(self, recorded=tuple(Request(one.at * factor, one.prompt, one.output) for one in self.recorded))
+
+    def shared(self, replicas: int) -> Load:
+        """What one of several servers gets: of a rate its part, of users and of a trace one in so many."""
+        if replicas == 1:
+            return self
+        if self.kind == "trace":
+            return replace(self, recorded=self.recorded[::replicas])
+        amount = self.amount / replicas
+        return replace(self, amount=amount if self.kind == "rate" else math.ceil(amount))
+
+    @property
+    def seconds(self) -> float:
+        """Of arrivals that are worth a look, where nobody says how many: of a trace all."""
+        return self.recorded[-1].at if self.kind == "trace" else SECONDS
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, prompt and answer."""
+        if self.kind == "trace":
+            return max(one.prompt + one.output for one in self.recorded)
+        return max(self.prompt.most, self.prefix + 1) + self.output.most
+
+    @property
+    def mean(self) -> tuple[float, float]:
+        """Tokens of a prompt and of an answer."""
+        if self.kind == "trace":
+            many = len(self.recorded)
+            return sum(one.prompt for one in self.recorded) / many, sum(one.output for one in self.recorded) / many
+        return max(self.prompt.mean, self.prefix + 1), self.output.mean
 
     @property
     def rate(self) -> float:
@@ -104,13 +139,14 @@ class Load:
                 at += source.expovariate(self.amount)
                 if at > seconds:
                     return
-            yield Request(at, self.prompt.drawn(source), self.output.drawn(source))
+            yield Request(at, max(self.prompt.drawn(source), self.prefix + 1), self.output.drawn(source))
             count += 1
 
     def __str__(self) -> str:
         if self.kind == "trace":
             return f"{len(self.recorded)} recorded requests, {self.rate:.3g} a second"
-        return f"{self.kind}={self.amount:g}, in={self.prompt}, out={self.output}"
+        prefix = f", prefix={self.prefix}" if self.prefix else ""
+        return f"{self.kind}={self.amount:g}, in={self.prompt}, out={self.output}{prefix}"
 
 
 def load_of(text: str) -> Load:
@@ -120,7 +156,7 @@ def load_of(text: str) -> Load:
     said: dict[str, str] = {}
     for part in filter(None, (one.strip() for one in text.split(","))):
         name, equals, value = (one.strip() for one in part.partition("="))
-        if not equals or name not in (*KINDS, "in", "out", "seed") or name in said:
+        if not equals or name not in (*KINDS, "in", "out", "seed", "prefix") or name in said:
             raise UserError(f"a load of '{text}': '{part}' says nothing that is known", EXAMPLE)
         said[name] = value
     kinds = [name for name in KINDS if name in said]
@@ -129,8 +165,11 @@ def load_of(text: str) -> Load:
     amount = _number(said[kinds[0]], text)
     if not 0 < amount < 1e6 or (kinds[0] != "rate" and amount != int(amount)):
         raise UserError(f"a load of '{text}': {kinds[0]} is {said[kinds[0]]}", "above zero; users and all are whole numbers")
-    seed = _number(said.get("seed", "0"), text)
-    return Load(kind=kinds[0], amount=amount, prompt=_lengths(said["in"], text), output=_lengths(said["out"], text), seed=int(seed))
+    seed, prefix = _number(said.get("seed", "0"), text), _number(said.get("prefix", "0"), text)
+    if not 0 <= prefix < 1e8:
+        raise UserError(f"a load of '{text}': a prefix of {said['prefix']}", "tokens that all prompts begin with, from 0")
+    prompt, output = _lengths(said["in"], text), _lengths(said["out"], text)
+    return Load(kind=kinds[0], amount=amount, prompt=prompt, output=output, prefix=int(prefix), seed=int(seed))
 
 
 def _number(text: str, whole: str) -> float:

@@ -76,6 +76,13 @@ class StepLimits:
     """Sequences."""
     tokens: int
     """Of prompts and of sequences that generate, together."""
+    prompts_first: bool = False
+    """As engines do that have no chunks: where prompts can start, a step computes whole ones alone, and others wait."""
+    reserves: bool = False
+    """A sequence starts where pages for all of its answer are left too: none is ever preempted."""
+
+    ahead: bool = False
+    """A step is decided while the one before is computed: who comes meanwhile waits for the one after. A clock looks at it."""
 
     def __post_init__(self) -> None:
         if self.running < 1 or self.tokens < self.running:
@@ -94,6 +101,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         """The oldest first."""
         self.preemptions = 0
+        self._reserved = 0
+        """Pages that running sequences take until they are finished."""
 
     @property
     def longest(self) -> int:
@@ -115,6 +124,8 @@ class Scheduler:
 
     def step(self) -> Step:
         """What is computed next; empty: there is nothing to do."""
+        if self.limits.prompts_first and (prompts := self._prompts()):
+            return prompts
         rows: list[Row] = []
         left = self.limits.tokens
         for sequence in list(self.running):
@@ -130,6 +141,19 @@ class Scheduler:
             sequence = self.waiting.popleft()
             self.running.append(sequence)
             rows.append(Row(sequence, sequence.computed, min(sequence.length - sequence.computed, left)))
+            left -= rows[-1].count
+        return tuple(rows)
+
+    def _prompts(self) -> Step:
+        """Whole prompts in the order they came, as many as fit a step; the first goes however long it is."""
+        rows: list[Row] = []
+        left = self.limits.tokens
+        while self.waiting and len(self.running) < self.limits.running and (not rows or self.waiting[0].length <= left):
+            if not self._starts(self.waiting[0]):
+                break
+            sequence = self.waiting.popleft()
+            self.running.append(sequence)
+            rows.append(Row(sequence, sequence.computed, sequence.length - sequence.computed))
             left -= rows[-1].count
         return tuple(rows)
 
@@ -165,10 +189,12 @@ class Scheduler:
             keys = [sequence.key(place) for place in range((sequence.length - 1) // self.pages.size)]
         found = self.pages.shared(keys)
         more = self.pages.needed(sequence.length) - len(found)
-        if more > self.pages.available:
+        whole = self.pages.needed(sequence.prompt + sequence.most)
+        if more > self.pages.available or (self.limits.reserves and self._reserved + whole > self.pages.count):
             self.pages.give_back(found)
             return False
         sequence.pages = [*found, *self.pages.take(more)]
+        self._reserved += whole
         sequence.computed = len(found) * self.pages.size
         sequence.named = len(found)
         if not sequence.preempted:
@@ -194,6 +220,8 @@ class Scheduler:
         return sequence
 
     def _release(self, sequence: Sequence) -> None:
+        if sequence.pages:
+            self._reserved -= self.pages.needed(sequence.prompt + sequence.most)
         self.pages.give_back(sequence.pages)
         sequence.pages = []
 
@@ -202,32 +230,3 @@ class Scheduler:
         while (sequence.named + 1) * self.pages.size <= sequence.computed:
             self.pages.name(sequence.pages[sequence.named], sequence.key(sequence.named))
             sequence.named += 1
-
-    # ------------------------------------------------------------------ many steps that are alike
-
-    def alike(self, step: Step) -> int:
-        """For how many steps from here on, this one first, nothing changes but that each sequence has one token more: none
-        ends, starts or takes the pages of another. 1 where prompts are computed."""
-        if len(step) != len(self.running) or any(row.count != 1 or not row.samples for row in step):
-            return 1
-        if any(row.sequence.key is not None for row in step):
-            return 1
-        steps = min(row.sequence.most - row.sequence.generated for row in step)
-        free = self.pages.available
-        while steps > 1 and self._more_pages(steps) > free:
-            steps //= 2
-        return steps
-
-    def _more_pages(self, steps: int) -> int:
-        """That running sequences take while they generate for so many steps, beyond this one."""
-        return sum(max(0, self.pages.needed(one.computed + steps) - len(one.pages)) for one in self.running)
-
-    def skip(self, step: Step, steps: int) -> Step:
-        """As `done` and `step` in turn until the last of so many alike ones, which is returned and not yet done."""
-        for sequence, _, _ in step:
-            sequence.computed += steps - 1
-            sequence.length += steps - 1
-            more = self.pages.needed(sequence.computed + 1) - len(sequence.pages)
-            if more > 0:
-                sequence.pages += self.pages.take(more)
-        return tuple([Row(sequence, sequence.computed, 1) for sequence, _, _ in step])

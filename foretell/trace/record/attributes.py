@@ -67,6 +67,11 @@ _READS: dict[Any, bool] = {}
 """Overload → whether how its inputs lie in memory is written down."""
 
 
+def keep_arguments(func: Any, positions: tuple[int, ...]) -> None:
+    """Of an op that is defined elsewhere: the arguments that a cost rule needs besides shapes."""
+    _ATTRS[func] = positions
+
+
 def attributes(func: Any, args: Any) -> tuple[Any, ...]:
     """What a cost rule needs of an op's arguments besides shapes and dtypes."""
     positions = _ATTRS.get(func)

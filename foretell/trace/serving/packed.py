@@ -28,6 +28,10 @@ REMEDY = (
 )
 
 
+IN_TURN = -1
+"""As a layer's number: the one after the last that was called. Compiled code that all layers share knows no other."""
+
+
 class How(NamedTuple):
     """What an attention asks for besides queries, keys and values."""
 
@@ -62,7 +66,8 @@ def _by_name(
     if strange or mask is not None or not getattr(module, "is_causal", True):
         why = f"with {', '.join(strange)}" if strange else "with a mask of its own" if mask is not None else "that is not causal"
         raise ModelError(f"{type(module).__name__} has attention {why}, which no pages are kept for", REMEDY)
-    how = How(int(module.layer_idx), scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window, softcap)  # type: ignore[arg-type]
+    layer = IN_TURN if torch.compiler.is_compiling() else int(module.layer_idx)  # type: ignore[arg-type]
+    how = How(layer, scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window, softcap)
     found = _attending[-1](how, *(one[0].transpose(0, 1) for one in (query, key, value)))
     return found[None], None
 
@@ -77,26 +82,24 @@ class _Causal(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
-        asked = _SIGNATURE.bind(*args, **(kwargs or {})).arguments
-        if asked.get("attn_mask") is not None or not asked.get("is_causal"):
-            raise ModelError("the model calls attention that is not causal, or has a mask of its own", REMEDY)
-        query = asked["query"]
-        if query.dim() != 4 or query.shape[0] != 1:
-            raise ModelError(f"the model calls attention with queries of shape {tuple(query.shape)}", "(batch, heads, tokens, size)")
-        scale = asked.get("scale")
-        how = How(self.layer, scale if scale is not None else query.shape[-1] ** -0.5)
-        self.layer += 1
-        found = self.attend(how, *(asked[name][0].transpose(0, 1) for name in ("query", "key", "value")))
-        return found[None].transpose(1, 2)  # which the model turns back to what it was: one row after another
+        layer = IN_TURN
+        if not torch.compiler.is_compiling():
+            layer, self.layer = self.layer, self.layer + 1
+        return _by_function(self.attend, layer, *args, **(kwargs or {}))
 
 
-def _spelled(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0.0, is_causal: Any = False, scale: Any = None, enable_gqa: Any = False,
-) -> None:  # fmt: skip
-    """The arguments of `F.scaled_dot_product_attention`, which has no signature to ask for."""
-
-
-_SIGNATURE = inspect.signature(_spelled)
+def _by_function(
+    attend: Attend, layer: int, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """As `F.scaled_dot_product_attention` is called."""
+    if attn_mask is not None or not is_causal:
+        raise ModelError("the model calls attention that is not causal, or has a mask of its own", REMEDY)
+    if query.dim() != 4 or query.shape[0] != 1:
+        raise ModelError(f"the model calls attention with queries of shape {tuple(query.shape)}", "(batch, heads, tokens, size)")
+    how = How(layer, scale if scale is not None else query.shape[-1] ** -0.5)
+    found = attend(how, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
+    return found[None].transpose(1, 2)  # which the model turns back to what it was: one row after another
 
 
 class Packed:
@@ -152,12 +155,10 @@ class Packed:
 
 
 def _register() -> None:
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    if NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+    if NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys():  # and among the masks it is not: none is made then, nor positions looked at
         ALL_ATTENTION_FUNCTIONS.register(NAME, _by_name)
-        ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, lambda *_, **__: None)
 
 
 class Cached(NamedTuple):

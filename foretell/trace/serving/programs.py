@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from foretell.errors import UserError
+from foretell.trace.record.attributes import keep_arguments
 from foretell.trace.record.step import Workload
 from foretell.trace.serving.packed import How, Packed
 
@@ -27,6 +28,7 @@ def _shape(query: Tensor, key: Tensor, value: Tensor, layer: int, window: int) -
 
 _library.impl("attend", _shape, "Meta")
 _library.impl("attend", _shape, "CPU")
+keep_arguments(torch.ops.foretell_serving.attend.default, (4,))  # the window
 
 
 class PackedForward(nn.Module):
@@ -36,6 +38,9 @@ class PackedForward(nn.Module):
         super().__init__()
         self.packed = Packed(model)
         self.model = model
+        known = getattr(getattr(model, "config", None), "max_position_embeddings", None) or getattr(model, "context", None)
+        self.context: int | None = known if isinstance(known, int) else None
+        """Tokens of a sequence that the model's positions allow, where it says so."""
 
     def forward(self, tokens: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
         return self.packed(tokens, positions, keep, _attend)

@@ -19,7 +19,7 @@ from typing import Any
 
 from foretell.runtime.process import secure
 
-MOST_HEADER = 4096
+MOST_HEADER = 16384
 _NONCE = 16
 _AT_ONCE = 2**20
 """Bytes that memory is taken for at a time: as they come, not as somebody says that they will."""
@@ -100,3 +100,13 @@ class HubChannel:
                 raise Gone("the connection was closed")
             found += some[:got]
         return found
+
+
+def hung_up(link: socket.socket) -> bool:
+    """Whether the other side left; nothing is read."""
+    try:
+        return link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True

@@ -87,6 +87,11 @@ class Outer:
             if last or not self.sync.delay:
                 self._finish()
 
+    def end_round(self, step: int) -> None:
+        """After so many steps of the run, wherever the round began."""
+        self._start(step)
+        self._finish()
+
     def _start(self, step: int) -> None:
         weights = self._weights()
         moved, tag = self.begin - weights, torch.tensor([self.hash()], device=self.device)
@@ -109,7 +114,7 @@ class Outer:
         began = time.perf_counter()
         mean, seconds = self._under_way.result()
         self._under_way = None
-        step_outer(self.begin, self.momentum, mean, self.sync)
+        step_outer(self.begin, self.momentum, mean.to(self.device), self.sync)
         weights = self.begin
         if self.since is not None:
             weights = self._weights().sub_(self.since).add_(self.begin)

@@ -12,19 +12,21 @@ from typing import Any
 
 from foretell.plan.types import Plan
 from foretell.runtime.process.blame import TIMEOUT_SECONDS, Limits
-from foretell.runtime.process.launch import SLOWER, TRAINS, Launcher, RunEnded
+from foretell.runtime.process.launch import SLOWER, TRAINS, Launcher, RunEnded, started
 from foretell.runtime.process.signals import exit_status
 from foretell.runtime.process.supervise import reaper
 from foretell.runtime.process.supervise.budget import RestartBudget
 from foretell.runtime.process.supervise.elastic import Elastic
 from foretell.runtime.process.supervise.faults import RunFault, fault_of, kills_for_memory
 from foretell.runtime.process.supervise.notices import Notices
-from foretell.runtime.process.supervise.standby import Standby
+from foretell.runtime.process.supervise.standby import FEWEST, Standby
 from foretell.runtime.train.folder import CHECKPOINTS, PLAN, SETTINGS, note_fault
 
 _PAUSE_LOOK_SECONDS = 0.05
 _MOST_STANDBYS = 10
 """Where each is ended again, for want of memory say, ranks are started without."""
+IMPORT_ONCE = True
+"""Whether ranks without a standby come from one process that imports torch for all; where starting one takes no import, it does not matter."""
 _KEPT = ("--json", "--debug", "--update-profile")
 
 
@@ -62,9 +64,11 @@ class Keeper:
 
     def __init__(
         self, words: Sequence[str], world: int, out: Path, *, how: Supervision, say: Callable[[str], None],
-        program: Sequence[str] = ("-m", "foretell"), elastic: Elastic | None = None,
+        program: Sequence[str] = ("-m", "foretell"), elastic: Elastic | None = None, memory: Path | None = None,
     ) -> None:  # fmt: skip
-        """`words` start the run, in the folder `out`. `elastic` knows plans for other numbers of ranks, where these may change."""
+        """`words` start the run, in the folder `out`. `elastic` knows plans for other numbers of ranks, where these may change; `memory`
+        is where the run has checkpoints in memory, where it has any."""
+        self.memory = memory
         self.words, self.world, self.out, self.how, self.say, self.program = words, world, out, how, say, program
         self.elastic = elastic
         self.budget = RestartBudget(how.restarts)
@@ -90,10 +94,15 @@ class Keeper:
                 beat=lambda: self._beat(launcher, stack),
             ))  # fmt: skip
             stack.enter_context(Notices(self.how.notices, self.say, lambda: launcher.forward(signal.SIGUSR1, None)))
+            if self.memory is not None:
+                launcher.guardian.forget(str(self.memory))
+                stack.callback(self._leave_memory, self.memory)
             self._standbys = _MOST_STANDBYS if self.how.standby and self.how.restarts > 0 and adopts else 0
             words = self.words
             while True:
                 self._warm(launcher, stack)
+                if IMPORT_ONCE and adopts and self.how.restarts and not self.how.standby and launcher.world > 1:
+                    self._import_once(launcher, stack)
                 kills = kills_for_memory()
                 self._trains = self._asked = False
                 ended = launcher.attempt(words)
@@ -123,9 +132,18 @@ class Keeper:
             self._standby = stack.enter_context(contextlib.closing(Standby(self.world)))
             launcher.start = self._standby.start
 
+    def _import_once(self, launcher: Launcher, stack: contextlib.ExitStack) -> None:
+        """Several ranks without a standby: one process imports torch and is forked for each of them, as one for each would import it as
+        often, on the same cores. It ends once they are there."""
+        self._standby = stack.enter_context(contextlib.closing(Standby(launcher.world, modules=FEWEST)))
+        launcher.start = self._standby.start
+
     def _beat(self, launcher: Launcher, stack: contextlib.ExitStack) -> None:
         """About once a second."""
         self._warm(launcher, stack)
+        if self._standby is not None and not self.how.standby:
+            self._standby.close()
+            self._standby, launcher.start = None, started
         if self.elastic is not None and self.elastic.next is not None and self._trains and not self._asked:
             self._asked, self._noticed = True, time.monotonic()
             launcher.leave()
@@ -182,7 +200,21 @@ class Keeper:
         from foretell.checkpoint import store  # not before it is needed
 
         found = store.complete(self.out / CHECKPOINTS)
-        return found[0].step if found else None
+        newest = [found[0].step] if found else []
+        if self.memory is not None:
+            from foretell.checkpoint import memory
+
+            newest += [step] if (step := memory.newest_step(self.memory)) is not None else []
+        return max(newest, default=None)
+
+    def _leave_memory(self, folder: Path) -> None:
+        """What is in memory alone goes to the disk, and the folder goes."""
+        from foretell.checkpoint import memory
+
+        kept = memory.rescue(folder, self.out / CHECKPOINTS)
+        if kept is not None:
+            self.say(f"the newest checkpoint was in memory alone: it is written to {kept}")
+        memory.remove(folder)
 
     def _spent(self, ended: RunEnded, fault: RunFault) -> RunEnded:
         times = "once" if self.how.restarts == 1 else f"{self.how.restarts} times in a row"

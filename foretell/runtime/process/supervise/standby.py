@@ -27,6 +27,7 @@ from typing import Any
 
 from foretell.runtime.process import proc
 from foretell.runtime.process.launch import HEARS, RankProcess, end_with_parent, rank_environment, started
+from foretell.runtime.process.replica import ROLE, role_of
 from foretell.runtime.process.signals import STOPS
 
 MODULES = (
@@ -35,6 +36,8 @@ MODULES = (
     "foretell.report.comparison", "foretell.report.html.detail",
 )  # fmt: skip
 """What it imports; a name that is not there is left out."""
+FEWEST = ("torch", "foretell.cli.run.run", "foretell.runtime.train.run")
+"""What every rank imports: of one that is forked from as soon as it can be, and then ended."""
 WAIT_SECONDS = 120.0
 """A standby that does not answer for so long is given up: ranks are started without it."""
 AGAIN_SECONDS = 10.0
@@ -205,7 +208,8 @@ def _become(call: Mapping[str, Any], pipe: int, owner: int) -> None:
         time.sleep(0.0005)
     prctl = ctypes.CDLL(None).prctl
     prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    prctl(_PR_SET_NAME, f"rank {call['env'].get('RANK', '')} of foretell".encode())  # as top shows it
+    part = role_of(call["env"].get(ROLE, ""))
+    prctl(_PR_SET_NAME, (part.name if part is not None else f"rank {call['env'].get('RANK', '')} of foretell").encode())  # as top shows it
     if os.getppid() != owner:
         os._exit(1)
     threads = call["env"].get("OMP_NUM_THREADS", "")

@@ -90,6 +90,8 @@ class Buffers:
         """Copies in host memory of buffers that have not changed yet."""
         self._versions: dict[Key, tuple[Tensor, int]] = {}
         self._changing: list[Key] = []
+        self.changed = ""
+        """A buffer whose values a step has changed, by its module's class; empty where none has."""
         self._slots: tuple[dict[Key, Tensor], dict[Key, Tensor]] = ({}, {})
         self._turn = 0
 
@@ -118,6 +120,8 @@ class Buffers:
             before = self._first.pop(key, None) if self._first is not None else None
             live = key[0]._buffers.get(key[1])
             if before is not None and live is not None:
+                if not self.changed and before.shape == live.shape and not torch.equal(before, live.detach().to(before.device)):
+                    self.changed = f"{key[1]} of {type(key[0]).__name__}"
                 self._slots[self._turn % 2][key] = before.to(live.device)
 
     def _changed(self, key: Key) -> bool:

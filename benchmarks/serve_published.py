@@ -1,0 +1,477 @@
+"""Predicted against published serving runs of other engines: latencies and throughput, one object a row and quantity.
+
+    python benchmarks/serve_published.py --csv FILE.csv                   a table of the columns that docs/serve.md names
+    python benchmarks/serve_published.py --csv FILE.csv --json OUT.json   rows, sources, engines, overall, and what was left out and why
+    python benchmarks/serve_published.py --csv FILE.csv --left-out        each source without the constants that it alone informs
+    python benchmarks/serve_published.py --csv FILE.csv --fit             the one constant of each engine entry, from all but sealed sources
+
+A row is a model by its public sizes, traced as two short stacks, lowered as its engine runs it, priced, and served by the scheduler with
+that engine's limits. Sources are sealed by name: the fifth whose hashes come first, of those in a table. Nothing is fitted to them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+
+from serve_rows import QUANTITIES, LeftOut, ServingRow, read  # noqa: E402
+
+from foretell.api import backends  # noqa: E402
+from foretell.errors import ForetellError  # noqa: E402
+from foretell.hardware.lookup import find_profile  # noqa: E402
+from foretell.lower.serving import ROWS, TOKENS, StepShape  # noqa: E402
+from foretell.price.serving.engines import EngineProfile, engines  # noqa: E402
+from foretell.price.speeds import Options  # noqa: E402
+from foretell.search.traces.child import answer  # noqa: E402
+from foretell.simulate.serving.engines import EngineCosts, EngineDevice  # noqa: E402
+from foretell.simulate.serving.records import Served  # noqa: E402
+from foretell.simulate.serving.run import simulated  # noqa: E402
+from foretell.trace.load.model import Source  # noqa: E402
+from foretell.trace.recipe import Recipe  # noqa: E402
+from foretell.trace.sandbox.child import request  # noqa: E402
+from foretell.trace.store import traces as stored  # noqa: E402
+from foretell.trace.types import Trace  # noqa: E402
+
+SCHEMA_VERSION = 1
+DEPTHS = (2, 4)
+"""Layers of the short stacks."""
+BANDS = HERE / "data" / "serving_bands.json"
+SEALED_SHARE = 0.2
+TRIES = 3
+MOST = {"host_seconds": 30e-3, "host_sequence_seconds": 1e-3}
+"""Seconds that are tried."""
+FITTED_ROWS = 20
+"""Of a source and an entry, that a constant is fitted to: drawn by hash."""
+ROUNDS = 6
+"""That each user of a closed loop asks, where the row does not say how many requests there were."""
+TOGETHER = 96
+"""Sequences at a time of which twice as many are simulated two by two, and so on."""
+RECIPE = Recipe(mode="infer", precision="bf16", packed=(TOKENS, ROWS))
+LATEST = 1e7
+"""Seconds: no row takes as long."""
+Entry = tuple[str, tuple[str, ...], str]
+
+
+def sealed(sources: Iterable[str]) -> set[str]:
+    """The fifth of sources whose names' hashes come first."""
+    row = sorted(set(sources), key=lambda name: hashlib.sha256(name.encode()).hexdigest())
+    return set(row[: round(SEALED_SHARE * len(row))])
+
+
+class Devices:
+    """What devices take for a model, made once for each."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[str, ...], EngineDevice] = {}
+        self.options = Options(profile_of=find_profile)
+
+    def of(self, row: ServingRow) -> EngineDevice:
+        key = key_of(row)
+        if key not in self.made:
+            traces = [_traced(row, depth) for depth in DEPTHS]
+            self.made[key] = EngineDevice(traces, DEPTHS, row.model.layers, RECIPE, row.cluster, self.options, row.tp, row.weights, kv_of(row))
+        return self.made[key]
+
+
+HERE_DEVICES = Devices()
+"""Of this process."""
+
+
+def _traced(row: ServingRow, depth: int) -> Trace:
+    overrides = {**row.model.set, "num_hidden_layers": depth}
+    asked = request(Source(model=f"hf:{row.model.type}", overrides=overrides), RECIPE, backends.capability(row.cluster) or (), {})
+    found = stored.known(asked)
+    if found is None:
+        reply = answer(asked)
+        if "error" in reply:
+            raise LeftOut(f"its model cannot be traced: {str(reply['error'])[:160]}")
+        text = reply.pop("text")
+        stored.keep(asked, text, reply)
+        found = stored.known(asked)
+        assert found is not None
+    return found[0]
+
+
+class Predictions:
+    """Rows predicted side by side, those of one device in the same process where that can be."""
+
+    def __init__(self, jobs: int) -> None:
+        self.pool = multiprocessing.get_context("fork").Pool(jobs) if jobs > 1 else None
+
+    def of(self, asked: Sequence[tuple[ServingRow, EngineProfile]]) -> list[dict[str, float] | str]:
+        """What each row gets, or why nothing."""
+        order = sorted(range(len(asked)), key=lambda place: (key_of(asked[place][0]), place))
+        some = [asked[place] for place in order]
+        found = list(self.pool.imap(_one, some, chunksize=8)) if self.pool else list(map(_one, some))
+        back = dict(zip(order, found, strict=True))
+        return [back[place] for place in range(len(asked))]
+
+
+def key_of(row: ServingRow) -> tuple[str, ...]:
+    return row.model.type, repr(row.model.set), str(row.model.layers), row.cluster.device.name, str(row.tp), row.weights, kv_of(row)
+
+
+def kv_of(row: ServingRow) -> str:
+    """Format of keys and values."""
+    return row.engine.kv if row.weights in ("fp8", "fp4") and "float8_e4m3fn" in row.cluster.device.peak_flops_per_second else ""
+
+
+def _one(asked: tuple[ServingRow, EngineProfile]) -> dict[str, float] | str:
+    try:
+        return predict(asked[0], HERE_DEVICES, asked[1])
+    except (LeftOut, ForetellError) as error:
+        return str(error)[:240]
+
+
+def predict(row: ServingRow, devices: Devices, profile: EngineProfile) -> dict[str, float]:
+    """Every quantity that a row may have, in seconds and tokens a second of the whole system."""
+    load, until = row.load, LATEST
+    many = len(load.recorded) or load.users
+    alike = max(1, min(many, profile.running) // TOGETHER)
+    costs = EngineCosts(devices.of(row), profile, alike)
+    if load.users:
+        prompt, output = round(load.prompt.mean), round(load.output.mean)
+        few = min(load.users, profile.running) // alike
+        each = output * costs.seconds(StepShape(few, few * (prompt + output // 2), (), few)) + costs.seconds(StepShape(0, 0, ((0, prompt),), 1))
+        rounds = row.requests / load.users if row.requests else ROUNDS
+        until = (min(max(1.0, rounds), ROUNDS) - 1) * each * 1.02
+        load = replace(load, amount=load.users // alike)
+    elif alike > 1:
+        load = replace(load, recorded=load.recorded[::alike])
+    served = simulated(load, costs.scheduler(), costs.seconds, until)
+    if not served.answers or served.refused:
+        raise LeftOut(f"{served.refused} requests are longer than all pages that are left beside the weights")
+    return _quantities(served, row, alike)
+
+
+def _quantities(served: Served, row: ServingRow, alike: int) -> dict[str, float]:
+    def of(values: Sequence[float], stat: str) -> float:
+        return statistics.median(values) if "p50" in stat or "median" in stat else statistics.fmean(values)
+
+    found = {
+        "ttft": of([one.ttft for one in served.answers], row.stat["ttft"]), "output_tok_s": served.output_rate * row.replicas * alike,
+        "total_tok_s": served.total_rate * row.replicas * alike,
+        "latency": served.seconds * max(1.0, row.requests / (alike * len(served.answers))),
+    }  # fmt: skip
+    longer = [one.tpot for one in served.answers if one.output > 1]
+    if longer:
+        found["tpot"] = served.gap(0.5) if "ITL" in row.stat["tpot"] else of(longer, row.stat["tpot"])
+    return found
+
+
+# ---------------------------------------------------------------- fitting
+
+
+def entry_of(profile: EngineProfile) -> Entry:
+    return profile.name, profile.versions, profile.backend
+
+
+def fit(rows: Sequence[ServingRow], predictions: Predictions) -> float | None:
+    """The value of an entry's constant at which predictions are as often too quick as too slow, each source counting alike."""
+    profile = rows[0].engine
+    some = [row for group in _by(rows, lambda row: row.source).values() for row in _few(group)]
+
+    def slow(value: float) -> float | None:
+        """How much too slow, as a logarithm."""
+        logs: dict[str, list[float]] = defaultdict(list)
+        for row, found in zip(some, predictions.of([(row, profile.with_fitted(value)) for row in some]), strict=True):
+            if not isinstance(found, str):
+                logs[row.source] += [
+                    (1 if name in ("ttft", "tpot", "latency") else -1) * math.log(found[name] / row.published[name])
+                    for name in independent(row) if name in found and name != "ttft"
+                ]  # fmt: skip
+        medians = [statistics.median(one) for one in logs.values() if one]
+        return statistics.fmean(medians) if medians else None
+
+    value = getattr(profile, profile.fitted)
+    missed = slow(value)
+    if missed is None:
+        return None
+    if profile.fitted == "slower":
+        for _ in range(TRIES):
+            value = min(3.0, max(0.3, value * math.exp(-missed)))
+            missed = slow(value) or 0.0
+        return round(value, 3)
+    most = MOST[profile.fitted]
+    low, high = 0.0, most
+    for _ in range(TRIES + 2):
+        low, high = (low, value) if missed > 0 else (value, high)
+        value = (low + high) / 2 if high < most else min(most, 2 * value + most / 30)
+        missed = slow(value) or 0.0
+    return round(value, 7)
+
+
+def _few(rows: Sequence[ServingRow], most: int = FITTED_ROWS) -> list[ServingRow]:
+    return sorted(rows, key=lambda row: hashlib.sha256(row.id.encode()).hexdigest())[:most]
+
+
+def independent(row: ServingRow) -> list[str]:
+    """Of throughput and latency of a whole run, which are one fact, the first that was published."""
+    whole = [name for name in ("output_tok_s", "total_tok_s", "latency") if name in row.published]
+    return [name for name in ("ttft", "tpot") if name in row.published] + whole[:1]
+
+
+def _by(rows: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
+    found: dict[Any, list[Any]] = defaultdict(list)
+    for row in rows:
+        found[key(row)].append(row)
+    return found
+
+
+def fitted(rows: Sequence[ServingRow], predictions: Predictions, told: Callable[[str], None]) -> dict[Entry, float]:
+    found: dict[Entry, float] = {}
+    for entry, group in _by([row for row in rows if row.engine.fitted], lambda row: entry_of(row.engine)).items():
+        value = fit(group, predictions)
+        if value is not None:
+            found[entry] = value
+            told(f"{entry[0]} {', '.join(entry[1])}: {group[0].engine.fitted} {value:g} ({len(group)} rows)")
+    return found
+
+
+def without(rows: Sequence[ServingRow], source: str, predictions: Predictions) -> dict[Entry, EngineProfile]:
+    """Of each entry that a source's rows have: its profile as other sources would have it. Where no other source informs it, the constant is the
+    usual one of other entries."""
+    found = {}
+    for entry, group in _by([row for row in rows if row.source == source and row.engine.fitted], lambda row: entry_of(row.engine)).items():
+        profile = group[0].engine
+        others = [row for row in rows if row.source != source and entry_of(row.engine) == entry]
+        value = fit(others, predictions) if others else None
+        if value is None:
+            value = usual(profile, {entry_of(one): getattr(one, one.fitted) for one in engines() if one.fitted and entry_of(one) != entry})
+        found[entry] = profile.with_fitted(value)
+    return found
+
+
+# ---------------------------------------------------------------- answers
+
+
+def answers(
+    rows: Sequence[ServingRow], predictions: Predictions, other: Mapping[Entry, EngineProfile] | None = None
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """One object a row and quantity; and rows that were left out."""
+    found: list[dict[str, Any]] = []
+    why: dict[str, str] = {}
+    bands = json.loads(BANDS.read_text(encoding="utf-8"))["bands"] if BANDS.exists() else {}
+    asked = [(row, (other or {}).get(entry_of(row.engine), row.engine)) for row in rows]
+    for row, predicted in zip(rows, predictions.of(asked), strict=True):
+        if isinstance(predicted, str):
+            why[row.id] = predicted
+            continue
+        versions = [*row.engine.versions, *filter(None, [row.engine.backend])]
+        for name in QUANTITIES:
+            if name in row.published and name in predicted:
+                low, high = bands.get(f"{row.engine.name}/{name}", bands.get(f"any/{name}", (0.5, 2.0)))
+                value = predicted[name]
+                found.append({
+                    "id": row.id, "source": row.source, "engine": row.engine.name, "versions": versions, "quantity": name,
+                    "published": row.published[name], "predicted": value, "low": value * low, "high": value * high,
+                    "scored": name in independent(row), "known_engine": row.known, "assumed": list(row.assumed),
+                })  # fmt: skip
+    return found, why
+
+
+def error(one: Mapping[str, Any]) -> float:
+    return abs(one["predicted"] / one["published"] - 1)
+
+
+def summary(some: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    errors = [error(one) for one in some]
+    if not errors:
+        return {"rows": 0}
+    logs = [math.log(one["predicted"] / one["published"]) for one in some]
+    inside = statistics.fmean(one["low"] <= one["published"] <= one["high"] for one in some)
+    rows = len({one["id"] for one in some})
+    return {
+        "rows": rows, "figures": len(errors), "median_error": round(statistics.median(errors), 4), "mean_error": round(statistics.fmean(errors), 4),
+        "bias": round(math.exp(statistics.median(logs)) - 1, 4), "in_band": round(inside, 4),
+    }  # fmt: skip
+
+
+def spearman(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Of ranks, ties shared."""
+    if len(pairs) < 4:
+        return None
+
+    def ranks(values: Sequence[float]) -> list[float]:
+        order = sorted(range(len(values)), key=lambda place: values[place])
+        found = [0.0] * len(values)
+        start = 0
+        while start < len(order):
+            end = start
+            while end + 1 < len(order) and values[order[end + 1]] == values[order[start]]:
+                end += 1
+            for place in order[start : end + 1]:
+                found[place] = (start + end) / 2
+            start = end + 1
+        return found
+
+    first, second = ranks([one for one, _ in pairs]), ranks([one for _, one in pairs])
+    if len(set(first)) < 2 or len(set(second)) < 2:
+        return None
+    return statistics.correlation(first, second)
+
+
+def scored(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Medians by source, engine and quantity, and how configurations of a source are ordered by throughput."""
+    some = [one for one in found if one["scored"]]
+    sources = {}
+    for name, group in sorted(_by(some, lambda one: one["source"]).items(), key=lambda pair: -len(pair[1])):
+        rates = [(one["published"], one["predicted"]) for one in group if one["quantity"] in ("output_tok_s", "total_tok_s")]
+        order = spearman(rates)
+        sources[name] = {**summary(group), "spearman": None if order is None else round(order, 4)}
+    medians = [one["median_error"] for one in sources.values()]
+    return {
+        "overall": {**summary(some), "mean_of_source_medians": round(statistics.fmean(medians), 4) if medians else None},
+        "sources": sources,
+        "engines": {
+            " ".join((name, "/".join(versions))): summary(group)
+            for (name, versions), group in sorted(_by(some, lambda one: (one["engine"], tuple(one["versions"]))).items())
+        },
+        "quantities": {name: summary(group) for name, group in sorted(_by(found, lambda one: one["quantity"]).items())},
+    }  # fmt: skip
+
+
+def bands_of(found: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
+    """Factors between which nine of ten published figures lie, each source counting alike: by engine and quantity."""
+    def between(some: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+        count = Counter(one["source"] for one in some)
+        row = sorted((one["published"] / one["predicted"], 1 / count[one["source"]]) for one in some)
+        whole, passed, low, high = sum(weight for _, weight in row), 0.0, row[0][0], row[-1][0]
+        for ratio, weight in row:
+            if passed < 0.05 * whole <= passed + weight:
+                low = ratio
+            if passed < 0.95 * whole <= passed + weight:
+                high = ratio
+            passed += weight
+        return round(min(low, 0.95), 4), round(max(high, 1.05), 4)
+
+    both = sorted(_by(found, lambda one: (one["engine"], one["quantity"])).items())
+    known = {f"{engine}/{name}": between(some) for (engine, name), some in both}
+    return known | {f"any/{name}": between(some) for name, some in sorted(_by(found, lambda one: one["quantity"]).items())}
+
+
+# ---------------------------------------------------------------- from a shell
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--csv", type=Path, required=True)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--left-out", action="store_true")
+    parser.add_argument("--bands", action="store_true", help="write the bands of rows that are not sealed, each source left out")
+    parser.add_argument("--few", type=int, default=0, metavar="N", help="at most N rows of a source, drawn by hash")
+    parser.add_argument("--rows", action="store_true")
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes")
+    asked = parser.parse_args()
+    begun = time.monotonic()
+
+    def told(text: str) -> None:
+        print(f"{time.monotonic() - begun:6.0f} s  {text}", file=sys.stderr, flush=True)
+
+    with asked.csv.open(encoding="utf-8", newline="") as file:
+        lines = list(csv.DictReader(file))
+    rows, why = rows_of(lines)
+    if asked.few:
+        rows = [row for group in _by(rows, lambda row: row.source).values() for row in _few(group, asked.few)]
+    closed = sealed(str(line.get("source") or "none") for line in lines)
+    predictions = Predictions(asked.jobs)
+    told(f"{len(rows)} of {len(lines)} rows can be asked")
+    if asked.fit:
+        _fits(rows, closed, predictions, told)
+        return
+    found, more = answers(rows, predictions)
+    why |= more
+    told(f"{len(found)} figures predicted")
+    result: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION, "rows": found, "left_out": [{"id": one, "why": text} for one, text in why.items()],
+        "answered": {"rows": len({one["id"] for one in found}), "of": len(lines)}, "sealed_sources": sorted(closed),
+        "sealed": scored([one for one in found if one["source"] in closed]), "open": scored([one for one in found if one["source"] not in closed]),
+        "all": scored(found),
+    }  # fmt: skip
+    if asked.left_out or asked.bands:
+        alone: list[dict[str, Any]] = []
+        open_rows = [row for row in rows if row.source not in closed]
+        for source in sorted({row.source for row in open_rows}):
+            alone += answers([row for row in open_rows if row.source == source], predictions, without(open_rows, source, predictions))[0]
+            told(f"without {source}")
+        result["each_source_left_out"] = scored(alone)
+        if asked.bands:
+            kept = {"what": "published over predicted: nine of ten rows, each source left out, each counting alike", "bands": bands_of(alone)}
+            BANDS.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    show(result, asked.rows)
+    if asked.json:
+        asked.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def _fits(rows: Sequence[ServingRow], closed: set[str], predictions: Predictions, told: Callable[[str], None]) -> None:
+    """Constants from open sources, how sealed ones are then met, and constants from all."""
+    found = fitted([row for row in rows if row.source not in closed], predictions, told)
+    other = {}
+    for row in rows:
+        entry, profile = entry_of(row.engine), row.engine
+        if row.source in closed and profile.fitted:
+            other[entry] = profile.with_fitted(found[entry] if entry in found else usual(profile, found))
+    some = [row for group in _by([row for row in rows if row.source in closed], lambda row: row.source).values() for row in _few(group, 40)]
+    _table("sealed, constants from open sources", scored(answers(some, predictions, other)[0]))
+    for entry, value in fitted(rows, predictions, told).items():
+        print(f"{entry[0]} {list(entry[1])} {entry[2]}: {value:g}", flush=True)
+
+
+def usual(profile: EngineProfile, found: Mapping[Entry, float]) -> float:
+    """A constant that no run informs: the median of those of other entries that were fitted; without these 1, or 1 ms."""
+    kinds = {entry_of(one): one.fitted for one in engines()}
+    alike = [value for entry, value in found.items() if kinds[entry] == profile.fitted]
+    return statistics.median(alike) if alike else {"slower": 1.0, "host_seconds": 1e-3, "host_sequence_seconds": 50e-6}[profile.fitted]
+
+
+def rows_of(lines: Sequence[Mapping[str, Any]]) -> tuple[list[ServingRow], dict[str, str]]:
+    rows, why = [], {}
+    for number, line in enumerate(lines):
+        try:
+            rows.append(read(line))
+        except (LeftOut, ForetellError) as error:
+            why[str(line.get("id") or f"line {number + 2}")] = str(error)[:240]
+    return rows, why
+
+
+def show(result: Mapping[str, Any], each: bool) -> None:
+    if each:
+        for one in result["rows"]:
+            off = one["predicted"] / one["published"] - 1
+            print(f"{one['id']:<36} {one['quantity']:<13} {one['published']:>12.4g} {one['predicted']:>12.4g} {off:>+8.1%}")
+    print(f"{result['answered']['rows']} of {result['answered']['of']} rows answered")
+    for reason, count in Counter(one["why"].split(":")[0] for one in result["left_out"]).most_common():
+        print(f"  left out {count:>5}  {reason[:120]}")
+    for part in ("sealed", "open", "each_source_left_out", "all"):
+        if part in result:
+            _table(part, result[part])
+
+
+def _table(title: str, part: Mapping[str, Any]) -> None:
+    print(f"\n{title}: {part['overall']}")
+    for kind in ("sources", "engines", "quantities"):
+        for name, one in part[kind].items():
+            order = "" if one.get("spearman") is None else f"  Spearman {one['spearman']:.3f}"
+            figures = f"median {one['median_error']:>6.1%}  bias {one['bias']:>+7.1%}  in band {one['in_band']:>4.0%}"
+            print(f"  {name[:44]:<44} {one['rows']:>5} rows  {figures}{order}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""What is asked of serving by several verbs: a load, limits, formats, sizes of a step."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import typer
+
+from foretell.errors import UserError
+from foretell.options.plan import SERVED
+
+if TYPE_CHECKING:
+    from foretell.simulate.serving.records import Limit
+
+LOAD = 'With --serve: "rate=8, in=1024±512, out=256±128", users=32, all=256, or a .csv or .jsonl of requests.'
+SLO = "With --serve: limits that 95 % of the answers must keep, such as ttft=500ms,tpot=40ms."
+
+
+def refuse_without(context: typer.Context, *names: str) -> None:
+    """Options of --serve that were typed without it."""
+    typed = [name for name in names if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE"]
+    if typed:
+        flag = f"--{typed[0].replace('_', '-')}"
+        raise UserError(f"{flag} is about serving, and --serve is not given", f"add --serve, or leave {flag} out")
+
+
+def limits(text: str | None) -> Limit:
+    """ttft=500ms,tpot=40ms."""
+    from foretell.simulate.serving.records import Limit
+
+    found: dict[str, float] = {}
+    for part in filter(None, (one.strip() for one in (text or "").split(","))):
+        match = re.fullmatch(r"(ttft|tpot)\s*=\s*(\d+(?:\.\d+)?)\s*(ms|s)", part)
+        if match is None or match[1] in found or not float(match[2]):
+            raise UserError(f"--slo {text}: '{part}' is no limit", "write ttft=500ms,tpot=40ms, or one of them")
+        found[match[1]] = float(match[2]) * (1e-3 if match[3] == "ms" else 1.0)
+    return Limit(**found)
+
+
+def formats(names: tuple[str, ...] | None) -> tuple[str, ...]:
+    """Of --may, where a server is planned."""
+    strange = [name for name in names or () if name not in SERVED]
+    if strange:
+        raise UserError(f"--may {strange[0]} says nothing about serving", f"one of {', '.join(SERVED)}")
+    return tuple(names or ())
+
+
+def at_least_one(**numbers: int | None) -> None:
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise UserError(f"--{name.replace('_', '-')} {number}", f"--{name.replace('_', '-')} of at least 1")

@@ -1,0 +1,90 @@
+"""Other serving engines: `engines.toml`, one entry for an engine and the versions that are alike.
+
+What a table of releases can say is a limit or a choice (tokens of a step, who goes first, launches replayed); what it cannot, the seconds that
+an engine's host and kernels take beyond ours, is one constant for each entry, fitted to published runs and named as such.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib import resources
+
+from foretell.errors import InternalError, UnknownName
+
+OWN = "foretell"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineProfile:
+    """An engine and versions of it that are alike."""
+
+    name: str
+    """As users write it."""
+    versions: tuple[str, ...]
+    """Beginnings of version strings, the newest entry of an engine also for all others."""
+    backend: str = ""
+    """Of devices that it is built for, where that is an entry of its own."""
+    running: int
+    """Sequences at a time."""
+    tokens: int
+    """That a step computes."""
+    prompts_first: bool = False
+    """Waiting prompts go whole, in steps of their own, before others generate."""
+    reserves: bool = False
+    """A request starts where there are pages for all of its answer too."""
+    graphs: bool = True
+    """Launches are replayed where a step only generates."""
+    overlapped: bool = False
+    """The host prepares the next step while one computes."""
+    memory_share: float = 0.9
+    """Of a device's memory, that weights, pages and a step may take."""
+    held_bytes: int = 2 * 2**30
+    """Of that, for steps, graphs and libraries."""
+    kv: str = ""
+    """Format of keys and values where weights are in 8 bits or less; empty: the model's."""
+    host_seconds: float
+    """Of a step: scheduling, inputs, sampling, answers."""
+    host_sequence_seconds: float = 0.0
+    """For each sequence in it, besides."""
+    slower: float = 1.0
+    """Device seconds over those that our laws of kernels give."""
+    shared_seconds: float = 0.0
+    """Beyond its messages, of a step on several devices."""
+    fitted: str = ""
+    """The one constant that may be fitted to published runs; empty: none."""
+    fitted_on: str = ""
+    """The runs that it was fitted to; empty: it is assumed."""
+    source: str
+    """Of limits and choices."""
+
+    def with_fitted(self, value: float) -> EngineProfile:
+        given = {item.name: getattr(self, item.name) for item in fields(self)}
+        return EngineProfile(**{**given, self.fitted: value})
+
+
+@cache
+def engines() -> tuple[EngineProfile, ...]:
+    """All entries, those of an engine from its newest to its oldest."""
+    text = resources.files("foretell.price.serving").joinpath("engines.toml").read_text(encoding="utf-8")
+    found = tuple(EngineProfile(**{**row, "versions": tuple(row["versions"])}) for row in tomllib.loads(text)["engine"])
+    wrong = [one.name for one in found if one.fitted and one.fitted not in {item.name for item in fields(EngineProfile)}]
+    if wrong:
+        raise InternalError(f"engines.toml: {', '.join(wrong)} fit a constant that there is not")
+    return found
+
+
+def names() -> tuple[str, ...]:
+    return tuple(dict.fromkeys(one.name for one in engines()))
+
+
+def engine(name: str, version: str = "", backend: str = "cuda") -> EngineProfile:
+    """The entry of an engine for a version; without one, or with one that none is known of, the newest."""
+    mine = [one for one in engines() if one.name == name]
+    if not mine:
+        raise UnknownName("engine", name, (OWN, *names()), f"known: {', '.join((OWN, *names()))}")
+    plain = version.strip().lower().removeprefix("v")
+    told = [((len(start), one.backend == backend), one) for one in mine if one.backend in ("", backend) for start in one.versions
+            if plain.startswith(start) and (plain or not start)]  # fmt: skip
+    return max(told, key=lambda pair: pair[0])[1] if told else mine[0]

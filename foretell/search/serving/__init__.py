@@ -1,0 +1,1 @@
+"""How to serve a model on some devices so that answers keep their limits: `find`."""

@@ -1,0 +1,86 @@
+"""Published serving rows: what is asked of each, what is refused and why, and how answers are scored."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+ROW = {
+    "id": "one", "source": "s", "engine": "vLLM", "engine_version": "v0.5.4", "model": "meta-llama/Meta-Llama-3-8B", "gpu": "H100-SXM-80GB",
+    "gpu_mem_gb": "80", "gpus": "2", "tp": "2", "weights": "fp8", "input_len": "512", "output_len": "128", "lengths": "fixed", "load_kind": "batch",
+    "load": "16", "num_requests": "16", "output_tok_s": "1000", "latency_s": "2.048",
+}  # fmt: skip
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("serve_rows")
+
+
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("serve_published")
+
+
+def test_a_row_is_a_question(rows: ModuleType) -> None:
+    found = rows.read(ROW)
+    assert (found.engine.name, found.engine.prompts_first, found.tp, found.replicas, found.weights) == ("vllm", True, 2, 1, "fp8")
+    assert found.cluster.count == 2 and found.model.layers == 32 and len(found.load.recorded) == 16
+    assert found.published == {"output_tok_s": 1000.0, "latency": 2.048}
+    assert rows.read({**ROW, "gpus": "8"}).replicas == 4
+    assert not rows.read({**ROW, "engine": "SomeNew"}).known
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"model": "nobody/has-this-9b"}, "model not known"), ({"model": "bigscience/bloom-7b1"}, "ALiBi"),
+        ({"gpu": "Abacus-3"}, "not in the catalogue"),
+        ({"gpu": "GH200-144GB", "gpu_mem_gb": "144"}, "not in the catalogue with that memory"), ({"gpu": ""}, "GPU not given"),
+        ({"weights": "int3-odd"}, "weights: int3-odd"), ({"input_len": ""}, "lengths"), ({"gpus": "", "tp": ""}, "number of GPUs"),
+        ({"engine": ""}, "engine: none given"), ({"spec_decode": "eagle"}, "speculative"), ({"pp": "2"}, "pipeline"),
+        ({"load_kind": "prefill"}, "load"),
+        ({"output_tok_s": "", "latency_s": ""}, "nothing measured"), ({"tp": "3"}, "2 GPUs, tp 3"),
+    ],
+)  # fmt: skip
+def test_what_a_row_leaves_open_is_said(rows: ModuleType, wrong: dict[str, str], why: str) -> None:
+    with pytest.raises(rows.LeftOut, match=why):
+        rows.read({**ROW, **wrong})
+
+
+def test_whatever_stands_in_a_table_is_a_question_or_a_reason(published: ModuleType) -> None:
+    source = random.Random(0)
+    odd = ["", "-1", "0", "nan", "inf", "1e99", "all at once", "7.5", "x" * 300, "é", "16 or 32", None]
+    spoiled = lambda value: source.choice(odd) if source.random() < 0.08 else value  # noqa: E731
+    lines = [{name: spoiled(value) for name, value in ROW.items()} | {"id": str(number)} for number in range(400)]
+    rows, why = published.rows_of([*lines, {}])
+    assert rows and why and len(rows) + len(why) == 401 and all(why.values())
+
+
+def test_texts_have_the_means_that_a_row_says(rows: ModuleType) -> None:
+    texts = {"load_kind": "burst", "num_requests": "640", "lengths": "ShareGPT, means given", "input_len": "230", "output_len": "210"}
+    found = rows.read({**ROW, **texts})
+    prompts, answers = ([getattr(one, name) for one in found.load.recorded] for name in ("prompt", "output"))
+    assert sum(prompts) / 640 == pytest.approx(230, rel=0.05) and sum(answers) / 640 == pytest.approx(210, rel=0.05)
+    assert max(prompts) > 600 and min(prompts) < 20
+
+
+def test_sealed_sources_are_chosen_by_name_alone(published: ModuleType) -> None:
+    names = [f"source {number}" for number in range(20)]
+    found = published.sealed(names)
+    assert len(found) == 4 and found == published.sealed([*reversed(names), *names])
+
+
+def test_order_and_errors(published: ModuleType) -> None:
+    assert published.spearman([(1, 10), (2, 20), (3, 30), (4, 40)]) == pytest.approx(1)
+    assert published.spearman([(1, 40), (2, 30), (3, 20), (4, 10)]) == pytest.approx(-1)
+    assert published.spearman([(1, 1)]) is None
+    one = {"id": "a", "published": 2.0, "predicted": 1.0, "low": 0.5, "high": 3.0}
+    assert published.summary([one]) == {"rows": 1, "figures": 1, "median_error": 0.5, "mean_error": 0.5, "bias": -0.5, "in_band": 1.0}
