@@ -196,12 +196,6 @@ def write(row: dict[str, Any]) -> None:
     print(json.dumps({name: row[name] for name in row if name not in ("limits", "findings")}), flush=True)
 
 
-def quiet() -> None:
-    """Let whoever times something finish."""
-    while Path("/tmp/quiet").exists():
-        time.sleep(5)
-
-
 def known() -> list[dict[str, Any]]:
     return [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
 
@@ -223,7 +217,6 @@ def main() -> None:
         return cost(pool, asked.ranks, asked.pieces)
     numbers = [number for number in range(1000) if (asked.kind, number, asked.ranks) not in done][: asked.pieces]
     for number in numbers:
-        quiet()
         faults = drawn(asked.kind, number, asked.ranks)
         if asked.kind == "link":
             link(pool, number, asked.ranks)
@@ -254,7 +247,6 @@ def cost(pool: Pool, world: int, pieces: int) -> None:
     """Runs with and without recording in turns; what a record and a hash take by themselves."""
     with_, without = [], []
     for _ in range(pieces):
-        quiet()
         with_.append(piece(pool, world, [], steps=300)["median_seconds"])
         without.append(piece(pool, world, [], steps=300, record=False)["median_seconds"])
     one = pool.ranks(world).run(calls)[0]
