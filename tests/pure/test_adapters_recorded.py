@@ -4,7 +4,8 @@
 
 Weights are whole numbers over a power of two, the same on every machine. Where the plain model, without adapters, computes the bits
 that it computed where this was recorded, adapters must have peft's bits; a machine with other kernels must come as near as BOUNDS
-says, in each tensor's norm and in entries over all of it.
+says, in each tensor's norm and in entries over all of it. So must every machine in bf16: kernels of thin products differ there between
+machines that agree on the plain model. Where peft is installed, test_adapters_same.py compares those bits too.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def test_what_peft_computed_is_computed(name: str, kind: str, way: str) -> None:
     mine = {key: p for key, p in model.named_parameters() if p.requires_grad}
     found = computed(name, model, mine, batch, way)
     assert found.keys() == said["tensors"].keys()
-    if of_plain(name, way) == said["plain"]:
+    if way != "bf16" and of_plain(name, way) == said["plain"]:
         assert digest(found) == said["digest"]
     for key, tensor in found.items():
         norm, *entries = said["tensors"][key]
