@@ -186,7 +186,8 @@ def test_where_nothing_fits_the_row_says_what_holds_the_bytes(monkeypatch: pytes
 
 def test_traps_are_tested_or_say_why_not() -> None:
     assert checks.trap_of(zoo.get("e2llm-tiny")) == "tested"
-    assert checks.trap_of(zoo.get("perforated-tiny")).startswith("not handled: a run that notices growth")
+    assert checks.trap_of(zoo.get("perforated-tiny")) == "tested"
+    assert checks.trap_of(zoo.get("bev-tiny")).startswith("not handled: cameras on streams")
     assert checks.trap_of(zoo.get("gpt-tiny")) == ""
 
 

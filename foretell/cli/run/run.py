@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +113,7 @@ def _supervision(wished: RunOptions) -> Supervision:
 def _elastic(plan: Plan, out: Path, how: Supervision, *, exact: bool) -> Elastic | None:
     """What knows other plans of the run; of an exact one, those with other replicas alone."""
     from foretell.runtime.parallel import exact_plans
+    from foretell.runtime.process import launch
     from foretell.runtime.process.supervise.elastic import Answer, Elastic
 
     def plan_for(plan: Plan, ranks: Sequence[int]) -> Plan:
@@ -130,6 +131,13 @@ def _elastic(plan: Plan, out: Path, how: Supervision, *, exact: bool) -> Elastic
                    "now_seconds": found.now_seconds, "best_seconds": found.best_seconds}  # fmt: skip
         return found.plan, found.why or found.words(seconds), figures
 
+    def grown(plan: Plan, settings: Mapping[str, Any]) -> Plan:
+        from foretell.search.other_ranks import plan_for
+
+        model = {key: plan.model[key] for key in ("model", "seq", "image", "loss") if key in plan.model}
+        overrides = {**plan.model.get("overrides", {}), **settings}
+        return plan_for(plan.with_(model={**model, "overrides": overrides}), (plan.mesh.world,))
+
     if not how.elastic and not how.replan:
         return None
     if how.replan and exact:
@@ -137,7 +145,9 @@ def _elastic(plan: Plan, out: Path, how: Supervision, *, exact: bool) -> Elastic
     if plan.sync is not None:
         raise UserError(f"--{'elastic' if how.elastic else 'replan'} keeps the training as it is, and replicas that step alone train otherwise "
                         "in another number", "leave it out, or plan without --sync-every")  # fmt: skip
-    return Elastic(plan, plan_for if how.elastic else None, out, _say, how.ranks, better if how.replan else None)
+    if how.replan:
+        os.environ[launch.REPLANS] = "1"
+    return Elastic(plan, plan_for if how.elastic else None, out, _say, how.ranks, *((better, grown) if how.replan else ()))
 
 
 def _noticing(how: Supervision) -> contextlib.AbstractContextManager[object]:

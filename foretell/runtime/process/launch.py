@@ -38,6 +38,8 @@ HEARS = "FORETELL_WATCH_FD"
 """Set for them too: where to write what they are at."""
 TOKEN = "FORETELL_JOB_TOKEN"
 """Set for them too: what they sign messages with; another for each job."""
+REPLANS = "FORETELL_REPLANS"
+"""Set for them where whoever started them plans a model that has grown again."""
 RESTARTS = "FORETELL_RESTARTS"
 """Tells a command how often `foretell run supervise` has started it before."""
 GRACE_SECONDS = 15.0
@@ -53,9 +55,9 @@ _SPOKEN = (1, 2, 70, 130, 143)
 KILLED, HUNG, CRASHED, LOST, MEMORY = "killed", "hung", "crashed", "lost", "memory"
 """Faults of a run: a rank was ended by a signal; one holds the others up; one ended with a status and no word; ranks lost each
 other in a collective; one had too little device memory, and the run's plan takes less now."""
-TRANSIENT, CAUSE, TRAINS, SLOWER = "transient", "cause", "trains", "slower"
+TRANSIENT, CAUSE, TRAINS, SLOWER, GROWN = "transient", "cause", "trains", "slower", "grown"
 """Words of a rank to its launcher: it fails of something that may not come again; of what; its first step is done; seconds of a step
-where they are for long more than the plan predicted."""
+where they are for long more than the plan predicted; the settings of a model that has changed, saved and left with."""
 
 
 @dataclass(frozen=True)

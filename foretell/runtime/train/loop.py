@@ -35,7 +35,8 @@ from foretell.runtime.process.control import Control
 from foretell.runtime.process.progress import DATA, END, EVALUATION, SAVE, STEP, Progress
 from foretell.runtime.process.progress import LOG as LOGGING
 from foretell.runtime.process.signals import STEPS, Signals
-from foretell.runtime.train import bad, halve, log, salvage, save
+from foretell.runtime.train import log, save
+from foretell.runtime.train.faults import bad, growth, halve, salvage
 from foretell.runtime.train.folder import MEASUREMENT, Folder, RunSettings
 from foretell.runtime.train.memory import PREFIX, MemoryCheckpoints, order
 from foretell.runtime.train.numbers import guard
@@ -101,6 +102,7 @@ class TrainingRun:
         """Steps without an update since their scaled gradients overflowed."""
         self.last_saved: save.SavedCheckpoint | None = None
         self.slowed = SlowedSteps()
+        self.growth: growth.GrowthWatch | None = None
         self.next_save: int | None = None
         """Where the interval is to be found: the step of the next save, the same on every rank."""
         self.origin: tuple[int, int] | None = None
@@ -205,6 +207,7 @@ class TrainingRun:
             held_out = self.tally.eval_loss
             if held_out is not None and not math.isfinite(held_out):
                 raise guard.RunFailed(f"the held-out loss after step {self.step} is {held_out}", f"look at the held-out samples; {self.kept()}")
+            asked = asked or growth.told(self)
         except (Exception, SystemExit) as error:
             if not isinstance(error, guard.RunFailed):
                 if self.ranks.world == 1 or self.ranks.device.type == "cpu":
@@ -239,14 +242,14 @@ class TrainingRun:
 
     def take_steps(self) -> bool:
         """Steps until the last one, a signal or a bad number; whether a signal stopped them."""
-        settings = self.settings
-        first = self.step
+        settings, first = self.settings, self.step
         if self.origin is None:
             self.origin = self.step, self.feed.first
             self.bad_steps.watch(self.job.skips, self.ranks.device)
         if self.ranks.world > 1 and self.saver is not None and self.ranks.device.type == "cpu" and self.job.moved is None and self.job.outer is None:
             self.between = save.Between.of(self.job)
         rounds.begin(self.job, self.control)
+        self.growth = growth.GrowthWatch(self.job)
         if settings.mtbf is not None and self.next_save is None:
             self.next_save = first + FIRST_SAVE_STEPS
         batches = self._fetched() if self.step < settings.steps else []
@@ -281,10 +284,11 @@ class TrainingRun:
                     saver.warm(save.pieces(self.job), save.own_state(self.job))
             if self.step >= first + measure.SKIP_MOST:
                 self.joules.mark(self.step)
-            stop = self.control.should_stop(self.step, bool(self.signals.asked), self.tally.last_seconds)
+            stop = self.control.should_stop(self.step, bool(self.signals.asked) or self.growth.changed(), self.tally.last_seconds)
             if stop or self.bad is not None:
                 break
             self._due()
+        self.growth.close()
         self._note(self.clock.read(all=True))
         self.control.finish()
         return self.step < settings.steps and self.bad is None
@@ -436,10 +440,8 @@ class TrainingRun:
                 self.screen.say(f"step {done.result.step}: the checkpoint was not saved: {why}; {self.kept()}")
             elif done.direct_bytes and not self._told_direct:
                 self._told_direct = True
-                self.screen.say(
-                    f"step {done.result.step}: host memory has no room for a copy of {human_bytes(done.direct_bytes)} that are in it: "
-                    f"training waited {done.stall_seconds:.1f} s while they were written"
-                )
+                self.screen.say(f"step {done.result.step}: host memory has no room for a copy of {human_bytes(done.direct_bytes)} that are "
+                                f"in it: training waited {done.stall_seconds:.1f} s while they were written")  # fmt: skip
         return done.result
 
     def _find_next_save(self) -> None:
@@ -478,10 +480,8 @@ class TrainingRun:
 
     def measured(self) -> Measurement | None:
         """Sum up and write it down."""
-        peaks = {
-            "rank": self.ranks.rank, **measure.memory(self.ranks.device), "joules_per_step": self.joules.per_step(),
-            "delayed": self._delay_share(),
-        }  # fmt: skip
+        peaks = {"rank": self.ranks.rank, **measure.memory(self.ranks.device), "joules_per_step": self.joules.per_step()}
+        peaks["delayed"] = self._delay_share()
         self.joules.close()
         found = measure.summarise(
             self.tally, self.plan, self.ranks, unit=self.unit, per_step=self.per_step,

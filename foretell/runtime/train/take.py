@@ -202,11 +202,12 @@ def _same_codes(keys: Mapping[str, TensorMeta], parameter: Tensor, state_format:
 def _groups(saved: SavedCheckpoint, job: Job) -> list[dict[str, Any]]:
     """Settings for every group of this job's optimizer."""
     listed = saved.about.get("optimizer", {}).get("groups", [])
+    known = {name for one in listed for name in one.get("names", ())}
     names = {p: name for name, p in job.named_parameters()}
     found = []
     for group in job.optimizer.param_groups:
         held = [names[p] for p in group["params"]]
-        values = [one["values"] for one in listed if "names" not in one or set(held) <= set(one["names"])]
+        values = [one["values"] for one in listed if "names" not in one or set(held) & known <= set(one["names"])]
         if not values:
             raise UserError(
                 f"{saved.path} has no settings of the optimizer for {held[0]} and those with it",

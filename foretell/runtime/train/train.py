@@ -35,7 +35,9 @@ from foretell.runtime.process.watch import RankWatch
 from foretell.runtime.rejoin.hub_run import HubRun
 from foretell.runtime.rejoin.replica_run import ReplicaRun
 from foretell.runtime.train import folder as folders
-from foretell.runtime.train import halve, salvage, save
+from foretell.runtime.train import save
+from foretell.runtime.train.faults import halve, salvage
+from foretell.runtime.train.faults.salvage import LEAVE_SECONDS, SALVAGE_SECONDS
 from foretell.runtime.train.folder import Folder, RunSettings
 from foretell.runtime.train.log import LOG
 from foretell.runtime.train.loop import TrainingRun
@@ -43,7 +45,6 @@ from foretell.runtime.train.memory import MemoryCheckpoints
 from foretell.runtime.train.numbers.guard import RunFailed
 from foretell.runtime.train.outcome import RunOutcome, RunScreen
 from foretell.runtime.train.prepare import applies, build, count_of, samples_of
-from foretell.runtime.train.salvage import LEAVE_SECONDS, SALVAGE_SECONDS
 from foretell.units import human_bytes
 
 

@@ -27,7 +27,7 @@ def _local(name: str, config: dict[str, Any], summary: str, tail: str = "", **mo
 _SMALL_MLP = {"pixels": 196, "dim": 256, "layers": 8, "group": 512}
 _GROWTH = (
     "a frozen phase loses gradients and optimizer states, and a grown model is another graph with other parameters: it has to "
-    "be traced and planned again, and a plan of the old one is refused. Not handled: a run that notices growth by itself"
+    "be traced and planned again, and a plan of the old one is refused; `run --replan` notices growth by itself"
 )
 _PERFORATED: dict[str, Any] = {
     "domain": "image", "paper": "Perforated Backpropagation", "task": "cls", "motif": "graph growth, frozen phases",

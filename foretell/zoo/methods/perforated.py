@@ -142,5 +142,11 @@ def build(
     return model
 
 
+def grown(model: nn.Module) -> dict[str, Any]:
+    """The settings that build a model as this one is now."""
+    one = next(module for module in model.modules() if isinstance(module, Perforated))
+    return {"dendrites": len(one.dendrites), "phase": one.phase}
+
+
 batch = resnet.batch
 loss = resnet.loss

@@ -2,7 +2,8 @@
 
     a rank dies again and again ─┐
     the file says another number ┼─► the planner ─► another plan ─► the run folder ─► ranks that resume from the newest checkpoint
-    steps are slow for long ─────┘
+    steps are slow for long ─────┤
+    the model has grown ─────────┘
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from types import TracebackType
+from typing import Any
 
 from foretell.errors import UserError
 from foretell.plan import file as plans
@@ -34,15 +36,20 @@ Answer = tuple[Plan | None, str, Mapping[str, float | None]]
 """A better plan, or none; why; and figures of it."""
 Better = Callable[[Plan, float, float], Answer]
 """Asked with a plan, the seconds of its step and those of its messages, as measured."""
+Grown = Callable[[Plan, Mapping[str, Any]], Plan]
+"""A plan of the same model with other settings; raises where there is none."""
 
 
 class Elastic:
     """The plans of one run. Numbers of ranks go up to that of the plan it was started with."""
 
     def __init__(
-        self, plan: Plan, plan_for: PlanFor | None, out: Path, say: Callable[[str], None], where: Path | None = None, better: Better | None = None
+        self, plan: Plan, plan_for: PlanFor | None, out: Path, say: Callable[[str], None], where: Path | None = None, better: Better | None = None,
+        grown: Grown | None = None,
     ) -> None:  # fmt: skip
-        """`plan_for` makes plans for other numbers of ranks, where there may be; `where` is the file. `better` is asked where steps are slow."""
+        """`plan_for` makes plans for other numbers of ranks, where there may be; `where` is the file. `better` is asked where steps are slow,
+        `grown` where the model is another."""
+        self.grown = grown
         self.first, self.plan_for, self.out, self.say, self.where, self.better = plan, plan_for, out, say, where, better
         self.plans: dict[int, Plan | None] = {plan.mesh.world: plan}
         self.plan = plan
@@ -53,6 +60,7 @@ class Elastic:
         self.next: Plan | None = None
         """Under which it is to go on, and why; what a row of `faults.jsonl` says besides."""
         self.why, self.figures = "", dict[str, float | None]()
+        self._of_grown: Plan | None = None
         self._slow: float | None = None
         """Seconds of a step that are more than predicted, until it was looked for another plan."""
         self.trains = False
@@ -105,6 +113,9 @@ class Elastic:
     def go_over(self, plan: Plan) -> None:
         """The run folder has that plan from now on; one that trains otherwise is refused."""
         stored = plans.read(self.out / PLAN)
+        if plan is self._of_grown:
+            self.first, self.plans = plan, {}
+            stored = stored.with_(model=plan.model)
         refuse_other_course(self.out, stored, plan)
         settle(self.out, plan)
         self.now, self.next, self.plan, self._slow = plan.mesh.world, None, plan, None
@@ -124,6 +135,15 @@ class Elastic:
             os.environ[DEVICES] = self._devices
         else:
             os.environ.pop(DEVICES, None)
+
+    def plan_grown(self, said: Mapping[str, Any]) -> None:
+        """The run goes on with the model as it is now: a plan for that. Raises where there is none."""
+        settings, words = said.get("settings"), str(said.get("words"))
+        if self.grown is None or not isinstance(settings, dict):
+            raise UserError(f"the model has changed ({words}), and nobody plans it again", "give --replan")
+        self.next = self._of_grown = self.grown(self.plan, settings)
+        built = ", ".join(f"{name} {value}" for name, value in settings.items())
+        self.why, self.figures = f"the model has changed ({words}) and is built with {built} now", {}
 
     def slower(self, seconds: float) -> None:
         """Steps take so long, which is for long more than was predicted. Looked for once under a plan."""

@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from foretell.errors import UserError
 from foretell.plan.types import Plan
 from foretell.runtime.process.blame import TIMEOUT_SECONDS, Limits
-from foretell.runtime.process.launch import SLOWER, TRAINS, Launcher, RunEnded, started
+from foretell.runtime.process.launch import GROWN, SLOWER, TRAINS, Launcher, RunEnded, started
 from foretell.runtime.process.signals import exit_status
 from foretell.runtime.process.supervise import reaper
 from foretell.runtime.process.supervise.budget import RestartBudget
@@ -76,6 +77,8 @@ class Keeper:
         """When the ranks were last ended, by the monotonic clock, until they train again."""
         self._trains = self._asked = self._changed = False
         """Whether the ranks have trained since they were started; whether they were asked to leave; whether the plan is another by now."""
+        self._grown: Mapping[str, Any] | None = None
+        """What the ranks said of a model that has changed."""
         self._dead: set[int] = set()
         """Ranks whose fault it was every time, since the run last came further."""
         self._standby: Standby | None = None
@@ -110,7 +113,10 @@ class Keeper:
                 if launcher.forward.asked:
                     return ended
                 if self._asked and ended.status == exit_status("SIGUSR1"):
-                    pause: float | None = self._resized(launcher)
+                    try:
+                        pause: float | None = self._resized(launcher)
+                    except UserError as error:
+                        return RunEnded(1, error.problem, error.remedy)
                 elif fault is None or not self.how.restarts:
                     return ended
                 else:
@@ -149,8 +155,12 @@ class Keeper:
             launcher.leave()
 
     def _resized(self, launcher: Launcher) -> float:
-        """There is another plan, and the ranks have saved and left."""
-        assert self.elastic is not None and self.elastic.next is not None
+        """There is another plan, or has to be, and the ranks have saved and left."""
+        assert self.elastic is not None
+        if self._grown is not None:
+            said, self._grown = self._grown, None
+            self.elastic.plan_grown(said)
+        assert self.elastic.next is not None
         self._go_over(self.elastic.next, launcher, self.elastic.why, **self.elastic.figures)
         return 0.0
 
@@ -233,6 +243,8 @@ class Keeper:
         noticed, step, at = self._noticed, said.get(TRAINS), said.get("at")
         if rank == 0 and self.elastic is not None and isinstance(slow := said.get(SLOWER), float):
             self.elastic.slower(slow)
+        if rank == 0 and self.elastic is not None and isinstance(grown := said.get(GROWN), dict):
+            self._grown, self._asked, self._noticed = grown, True, time.monotonic()
         if rank != 0 or type(step) is not int or not isinstance(at, float):
             return
         self._trains = True
