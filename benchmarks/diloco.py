@@ -34,7 +34,9 @@ RESULTS = HERE / "results" / "diloco.jsonl"
 TEXT = str(Path(json.__file__).parent.parent / "asyncio")
 """Text that every Python has."""
 MODEL, MICRO = "gpt-tiny", 8
-TRAIN = ["--seed", "0", "--save-every", "0", "--eval-batches", "32"]
+TRAIN = ["--save-every", "0", "--eval-batches", "32"]
+TRAINED = "small steps, loss, every step"
+"""Whose weights at its end others begin with; it is run anew for them where its folder is gone."""
 Case = dict[str, Any]
 SETTINGS: dict[str, Any] = {
     f"H {every}, outer {rate:g}, momentum {momentum:g}": {"every": every, "outer": {"lr": rate, "momentum": momentum}}
@@ -61,6 +63,10 @@ def cases(steps: int) -> dict[str, Case]:
         "pair, int8": {"sync": {"every": 50, "format": "int8"}, "steps": 150, "link": True},
         "pair, every step": {"sync": None, "steps": 24, "link": True},
         **{f"small steps, loss, {name}": {"sync": sync, "steps": steps, "link": False, "micro": 2} for name, sync in SETTINGS.items()},
+        **{
+            f"from trained, {name}": {"sync": sync, "steps": steps, "link": link, "micro": 2, "lr": "1e-3", "seed": 1, "from": TRAINED}
+            for name, sync, link in (("loss, every step", None, False), ("int8", {"every": 20, "format": "int8"}, True))
+        },
         "small steps, loss, H 5, 3e-3": {"sync": SETTINGS["H 5, outer 1, momentum 0"], "steps": steps, "link": False, "micro": 2, "lr": "3e-3"},
     }
 
@@ -97,7 +103,11 @@ def rows() -> list[dict[str, Any]]:
 
 def measured(name: str, case: Case, given: argparse.Namespace) -> dict[str, Any]:
     """One run, and what was predicted of it."""
-    scratch = Path(given.out).resolve() / name.replace(" ", "-").replace(",", "")
+    scratch, begins = scratch_of(name, given), []
+    if before := case.get("from"):
+        if not list((scratch_of(before, given) / "run" / "checkpoints").glob("step-*")):
+            measured(before, cases(given.steps)[before], given)
+        begins = ["--init-from", str(scratch_of(before, given) / "run")]
     subprocess.run(["rm", "-rf", str(scratch)], check=True)
     scratch.mkdir(parents=True)
     on = f"2x1xCPU@{given.mbit:g}Mbit/{1e3 * given.delay:g}ms"
@@ -105,7 +115,7 @@ def measured(name: str, case: Case, given: argparse.Namespace) -> dict[str, Any]
     path.write_text(json.dumps(plan(case, on)))
     words = [
         sys.executable, "-m", "foretell", "run", str(path), "--data", TEXT, "--steps", str(case["steps"]), "--lr", case.get("lr", "2e-3"), *TRAIN,
-        "--device", "cpu", "--out", str(scratch / "run"), "--no-save",
+        "--device", "cpu", "--out", str(scratch / "run"), "--seed", str(case.get("seed", 0)), *begins, *([] if name == TRAINED else ["--no-save"]),
     ]  # fmt: skip
     began, cpu = time.monotonic(), os.times()
     with ExitStack() as stack:
@@ -131,6 +141,10 @@ def measured(name: str, case: Case, given: argparse.Namespace) -> dict[str, Any]
         "wall_seconds": round(time.monotonic() - began, 1), "cores": os.cpu_count(), "load": [round(one, 2) for one in os.getloadavg()],
         "cpu_seconds": round(after.children_user + after.children_system - cpu.children_user - cpu.children_system, 1),
     }  # fmt: skip
+
+
+def scratch_of(name: str, given: argparse.Namespace) -> Path:
+    return Path(given.out).resolve() / name.replace(" ", "-").replace(",", "")
 
 
 def plan(case: Case, on: str) -> dict[str, Any]:
@@ -200,7 +214,7 @@ def summary(found: list[dict[str, Any]]) -> str:
     for name, row in by_name.items():
         if "rate" not in row:
             continue
-        kind = next((one for one in ("small steps, ", "usual rate, ", "pair, ") if name.startswith(one)), "")
+        kind = next((one for one in ("small steps, ", "usual rate, ", "pair, ", "from trained, ") if name.startswith(one)), "")
         every, loss = by_name.get(f"{kind}every step"), by_name.get(f"{kind}loss, every step")
         loss = loss if loss is not None and loss["steps"] == row["steps"] else None
         text = f"{name}: {row['rate']:,.0f} tokens/s, held-out loss {row['eval_loss']:.4f}"

@@ -35,7 +35,7 @@ SHOWN = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Growth:
+class ModelChange:
     """What is different since the run began."""
 
     new: Mapping[str, tuple[int, ...]]
@@ -55,7 +55,7 @@ class GrowthWatch:
 
     def __init__(self, job: Job) -> None:
         self.job, self.touched = job, False
-        self.found: Growth | None = None
+        self.found: ModelChange | None = None
         self.shapes = {name: tuple(p.shape) for name, p in job.named_parameters()}
         self.trained = {name: p.requires_grad for name, p in job.named_parameters()}
         self._parameters, self._flags = [p for _, p in job.named_parameters()], list(self.trained.values())
@@ -71,14 +71,14 @@ class GrowthWatch:
             self.touched, self.found = False, self._compared()
         return self.found is not None
 
-    def _compared(self) -> Growth | None:
+    def _compared(self) -> ModelChange | None:
         now = {name: (tuple(p.shape), p.requires_grad) for name, p in self.job.named_parameters()}
         new = {name: shape for name, (shape, _) in now.items() if self.shapes.get(name) != shape}
         turned = [name for name, (_, trained) in now.items() if name not in new and self.trained[name] != trained]
         gone = tuple(name for name in self.shapes if name not in now)
         frozen = tuple(name for name in turned if self.trained[name])
         thawed = tuple(name for name in turned if not self.trained[name])
-        return Growth(new=new, gone=gone, frozen=frozen, thawed=thawed) if new or gone or turned else None
+        return ModelChange(new=new, gone=gone, frozen=frozen, thawed=thawed) if new or gone or turned else None
 
     def close(self) -> None:
         for handle in self._handles:
