@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, Protocol
 
 import torch
@@ -99,6 +100,16 @@ class SaveResult:
     """Reading back, after that."""
     direct_bytes: int = 0
     """That were written from host memory itself, because it had no room for a copy of them: training waited for that."""
+    write_seconds: tuple[float, ...] = ()
+    """Of each rank, for its own file; empty where it was not saved."""
+
+    @property
+    def slowest(self) -> tuple[int, float, float] | None:
+        """The rank that wrote longest, its seconds, and the median of the others; None where there are none."""
+        if len(self.write_seconds) < 2:
+            return None
+        rank = max(range(len(self.write_seconds)), key=self.write_seconds.__getitem__)
+        return rank, self.write_seconds[rank], median(s for one, s in enumerate(self.write_seconds) if one != rank)
 
 
 @dataclass(kw_only=True)
@@ -119,6 +130,8 @@ class _Under:
     device: _Device | None = None
     broken: str = ""
     """Why tensors could not be copied."""
+    write_seconds: tuple[float, ...] = ()
+    """Of each rank, once all have told."""
 
 
 class _Device:
@@ -323,7 +336,7 @@ class Saver:
         sizes = [under.layout.entries[number] for number in direct if under.layout.reads[number] is None]
         self._done = SaveResult(
             result=result, stall_seconds=under.stall_seconds, seconds=seconds, check_seconds=check_seconds,
-            direct_bytes=sum(entry.end - entry.start for entry in sizes),
+            direct_bytes=sum(entry.end - entry.start for entry in sizes), write_seconds=under.write_seconds,
         )  # fmt: skip
 
     def _saved(self, under: _Under) -> tuple[SavedCheckpoint | NotSaved, float, float]:
@@ -335,18 +348,21 @@ class Saver:
                 raise RuntimeError(under.broken)
             if self.peers is not None:
                 under.partial.mkdir(mode=0o700, exist_ok=True)
+            began = time.perf_counter()
             own = write_file(
                 under.partial / name, under.layout, rank=self.back.rank, step=under.step, generation=under.generation,
                 source=under.source, free=under.copied.set,
             )  # fmt: skip
-            said = vars(own)
+            said = {**vars(own), "seconds": time.perf_counter() - began}
             if self.peers is not None:  # not every host will have every file
                 said = said | {"header": read_start(under.partial / name, own.header_bytes).decode("latin-1")}
         except Exception as error:
             said = {"why": _words(error)}
         under.copied.set()
-        told = self.back.gather(said)
-        headers = [one.pop("header", "").encode("latin-1") for one in told]
+        heard = self.back.gather(said)
+        told = [{key: value for key, value in one.items() if key not in ("header", "seconds")} for one in heard]
+        headers = [one.get("header", "").encode("latin-1") for one in heard]
+        under.write_seconds = tuple(one.get("seconds", 0.0) for one in heard)
         why, manifest, aside = _first_why(told), None, None
         if self.peers is not None and not why:
             why = _first_why(self.back.gather(self._copied(self.peers, under.partial)))

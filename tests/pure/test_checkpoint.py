@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from foretell.checkpoint.format import Damaged, read_manifest
 from foretell.checkpoint.read import Reader, Want
 from foretell.checkpoint.saver import NotSaved, SavedCheckpoint, Saver
 from foretell.checkpoint.write import TensorPiece
+from foretell.runtime.train import log
 from tests.pure.checkpoint_cases import Threads, cuts_of, save, saved_in, some_tensors
 
 # ---------------------------------------------------------------- boxes
@@ -355,3 +357,23 @@ def test_one_that_is_not_known_to_be_good_does_not_count(tmp_path: Path) -> None
     assert [one.step for one in store.complete(tmp_path)] == [3, 2, 1]
     save(tmp_path, some_tensors(), step=4, good=good)
     assert [one.step for one in store.complete(tmp_path)] == [4, 3]
+
+
+def test_the_rank_that_writes_longest_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 of three on a slow disk; of one process nobody is."""
+    real = saver.write_file
+
+    def slow(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path.name == layout.file_name(2):
+            time.sleep(1.3)
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(saver, "write_file", slow)
+    done, words = save(tmp_path, some_tensors(), world=3), log.SaveWords()
+    assert all(one.slowest is not None and one.slowest[0] == 2 and one.slowest[1] >= 1.3 > one.slowest[2] for one in done)
+    (line,) = words.of(done[0])
+    assert line.startswith("rank 2 took 1.") and "look at its disk" in line and words.of(done[0]) == [], "once"
+    assert log.slowest_rank(done[0])["slowest_rank"] == 2
+    monkeypatch.setattr(saver, "write_file", real)
+    (alone,) = save(tmp_path / "alone", some_tensors(), world=1)
+    assert alone.slowest is None and log.slowest_rank(alone) == {} and log.SaveWords().of(alone) == []

@@ -17,10 +17,13 @@ from foretell.files import write_atomically
 from foretell.units import gib, human_bytes, relative_error, signed_percent
 
 if TYPE_CHECKING:
+    from foretell.checkpoint.saver import SaveResult
     from foretell.runtime.observe.measure import StepReading
 
 ADAPTERS = ("tensorboard", "wandb")
 LOG = "log.jsonl"
+SLOW_WRITER, SLOW_SECONDS = 2.0, 1.0
+"""A rank that writes its part of a checkpoint so many times as long as the others, and so many seconds longer, is named."""
 
 
 class Adapter(Protocol):
@@ -266,3 +269,33 @@ def _wanted(package: str) -> Any:
         return importlib.import_module(package)
     except ImportError as error:
         raise MissingPackage(package, f"--log {package}", package) from error
+
+
+def slowest_rank(done: SaveResult) -> dict[str, float]:
+    """Of a row about a save: who wrote longest, and how long the others took. Nothing of one process."""
+    if done.slowest is None:
+        return {}
+    rank, seconds, others = done.slowest
+    return {"slowest_rank": rank, "slowest_seconds": seconds, "others_seconds": others}
+
+
+class SaveWords:
+    """What a person should know of saves, each once in a run; of slow ranks, once for each."""
+
+    def __init__(self) -> None:
+        self._told: set[int | None] = set()
+
+    def of(self, done: SaveResult) -> list[str]:
+        lines = []
+        if done.direct_bytes and None not in self._told:
+            self._told.add(None)
+            size = human_bytes(done.direct_bytes)
+            waited = f"training waited {done.stall_seconds:.1f} s while they were written"
+            lines.append(f"host memory has no room for a copy of {size} that are in it: {waited}")
+        if done.slowest is not None:
+            rank, seconds, others = done.slowest
+            if rank not in self._told and seconds > SLOW_WRITER * others and seconds - others > SLOW_SECONDS:
+                self._told.add(rank)
+                took = f"rank {rank} took {seconds:.1f} s to write its part of the checkpoint, the others {others:.1f} s"
+                lines.append(f"{took}: look at its disk or network")
+        return lines

@@ -49,7 +49,6 @@ from foretell.runtime.train.schedule import Schedule, resumed
 from foretell.runtime.train.take import Staged, saved_mesh, stage, take
 from foretell.trace.record.step import Batch
 from foretell.trace.store.cache import versions
-from foretell.units import human_bytes
 
 TELL_SECONDS = 0.1
 """The line on the screen is written anew at most this often."""
@@ -114,7 +113,7 @@ class TrainingRun:
         self._source = ""
         """Where the checkpoint is from that the run went on with, in words; empty for the disk."""
         self._told = self._asked_memory = 0.0
-        self._told_direct = self._told_disk = False
+        self._told_disk, self._save_words = False, log.SaveWords()
         self._memory: dict[str, int | None] = {}
 
     # ------------------------------------------------------------ start and end
@@ -435,13 +434,11 @@ class TrainingRun:
         self.last_saved = good or self.last_saved
         if self.log is not None:
             self.log.write("save", done.result.step, seconds=done.seconds, stall_seconds=done.stall_seconds,
-                           bytes=good.bytes if good else None, problem=why)  # fmt: skip
+                           bytes=good.bytes if good else None, problem=why, **log.slowest_rank(done))  # fmt: skip
             if why is not None:
                 self.screen.say(f"step {done.result.step}: the checkpoint was not saved: {why}; {self.kept()}")
-            elif done.direct_bytes and not self._told_direct:
-                self._told_direct = True
-                self.screen.say(f"step {done.result.step}: host memory has no room for a copy of {human_bytes(done.direct_bytes)} that are "
-                                f"in it: training waited {done.stall_seconds:.1f} s while they were written")  # fmt: skip
+            for line in self._save_words.of(done) if why is None else ():
+                self.screen.say(f"step {done.result.step}: {line}")
         return done.result
 
     def _find_next_save(self) -> None:
