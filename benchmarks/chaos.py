@@ -158,6 +158,76 @@ def torchrun(world: int, seed: int, work: Path) -> dict[str, Any]:
     return {"fault": "torchrun", "ranks": world, "seed": seed, "seconds": round(seconds, 3) if seconds is not None else None}
 
 
+# --- torchft ---------------------------------------------------------------------------------------------------------
+
+TORCHFT = """
+import os, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+from torch import nn
+from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 128), nn.Linear(128, 1))
+plain = torch.optim.AdamW(model.parameters())
+def state(): return {"model": model.state_dict(), "optimizer": plain.state_dict()}
+def load(found): model.load_state_dict(found["model"]); plain.load_state_dict(found["optimizer"])
+manager = Manager(pg=ProcessGroupGloo(timeout=timedelta(seconds=10)), min_replica_size=1, state_dict=state, load_state_dict=load, rank=0,
+                  world_size=1, store_addr="127.0.0.1", store_port=int(os.environ["MASTER_PORT"]), replica_id="group" + sys.argv[2],
+                  timeout=timedelta(seconds=20))
+wrapped, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, plain)
+while True:
+    time.sleep(0.02)
+    optimizer.zero_grad()
+    wrapped(torch.rand(4, 4)).square().mean().backward()
+    optimizer.step()
+    row = f"{sys.argv[2]} {manager.num_participants()} {time.monotonic()}\\n"
+    os.write(os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY | os.O_APPEND), row.encode())
+"""
+
+
+def torchft(python: str, seed: int, work: Path) -> dict[str, Any]:
+    """Seconds from kill -9 of one of two replica groups to the next step of the other, and until both are together again."""
+    folder = work / f"torchft-{seed}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    (folder / "train.py").write_text(TORCHFT)
+    first = 29600 + 10 * seed
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{first}", MARK: folder.name}
+    said = (folder / "said").open("wb")
+    house = [str(Path(python).with_name("torchft_lighthouse")), "--min_replicas", "1", "--join_timeout_ms", "1000", "--quorum_tick_ms", "50",
+             "--heartbeat_timeout_ms", "2000", "--bind", f"127.0.0.1:{first}"]  # fmt: skip
+
+    def start(group: int, port: int) -> subprocess.Popen[bytes]:
+        words = [python, str(folder / "train.py"), str(folder / "steps"), str(group)]
+        return subprocess.Popen(words, env={**env, "MASTER_PORT": str(port)}, stdout=said, stderr=said)
+
+    def steps() -> list[list[str]]:
+        return [line.split() for line in (folder / "steps").read_text().splitlines()] if (folder / "steps").exists() else []
+
+    def until(found: Any) -> float | None:
+        deadline = time.monotonic() + 60
+        while not (at := found()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return at or None
+
+    children = [subprocess.Popen(house, env=env, stdout=said, stderr=said), start(0, first + 1), start(1, first + 2)]
+    try:
+        until(lambda: sum(row[0] == "0" and row[1] == "2" for row in steps()) >= 20 + seed)
+        children[2].kill()
+        at = time.monotonic()
+        children.append(start(1, first + 3))
+        alone = until(lambda: next((float(row[2]) for row in steps() if row[0] == "0" and float(row[2]) > at + 0.05), 0.0))
+        both = until(lambda: next((float(row[2]) for row in steps() if row[0] == "1" and float(row[2]) > at and row[1] == "2"), 0.0))
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+        said.close()
+    return {"fault": "torchft", "ranks": 2, "seed": seed, "seconds": round(alone - at, 3) if alone else None,
+            "together_again": round(both - at, 3) if both else None}  # fmt: skip
+
+
 # --- all of it -------------------------------------------------------------------------------------------------------
 
 
@@ -187,7 +257,7 @@ def surroundings() -> dict[str, Any]:
 
 def summary(rows: list[dict[str, Any]]) -> str:
     lines = [f"{'fault':12} {'trials':>6} {'good':>5}  seconds to the next step: median, worst"]
-    for name in [*CLASSES, "torchrun"]:
+    for name in [*CLASSES, "torchrun", "torchft"]:
         some = [row for row in rows if row["fault"] == name]
         seconds = [row["seconds"] for row in some if row["seconds"] is not None]
         if some:
@@ -205,13 +275,15 @@ def main() -> int:
     ask.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "foretell-chaos")
     ask.add_argument("--out", type=Path, default=RESULTS)
     ask.add_argument("--beside", default="", help="what else this machine does meanwhile: goes into the rows")
+    ask.add_argument("--torchft", metavar="PYTHON", help="an interpreter that has torchft: its two replica groups, one of them killed")
     ask.add_argument("--summary", action="store_true")
     asked = ask.parse_args()
     if asked.summary:
         print(summary(rows_of(asked.out)))
         return 0
     worlds, about = [int(one) for one in asked.worlds.split(",")], surroundings()
-    names = [name for name in asked.only.split(",") if name] or [*CLASSES, "torchrun"]
+    names = ["torchft"] if asked.torchft else [name for name in asked.only.split(",") if name] or [*CLASSES, "torchrun"]
+    worlds = [2] if asked.torchft else worlds
     prepare(asked.work, worlds)
     known = {(row["fault"], row["ranks"], row["seed"]) for row in rows_of(asked.out)}
     deadline, bad = time.monotonic() + 60 * asked.minutes, 0
@@ -220,7 +292,10 @@ def main() -> int:
             for name in names:
                 if (name, world, seed) in known or time.monotonic() > deadline:
                     continue
-                row = torchrun(world, seed, asked.work) if name == "torchrun" else run_trial(name, world, seed, asked.work)
+                if name == "torchft":
+                    row = torchft(asked.torchft, seed, asked.work)
+                else:
+                    row = torchrun(world, seed, asked.work) if name == "torchrun" else run_trial(name, world, seed, asked.work)
                 bad += not row.get("good", True)
                 row |= {**about, "load": round(os.getloadavg()[0], 1), **({"beside": asked.beside} if asked.beside else {})}
                 with asked.out.open("a") as stream:
