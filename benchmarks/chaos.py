@@ -2,6 +2,7 @@
 
     python benchmarks/chaos.py                        # every class, 1, 2 and 4 ranks; goes on where it was stopped
     python benchmarks/chaos.py --trials 3 --worlds 1,2 --only kill,hang
+    python benchmarks/chaos.py --torchft PYTHON       # torchft, by an interpreter that has it
     python benchmarks/chaos.py --summary
 
 A trial is one run of the same small model (batch norm, dropout, samples that draw random numbers) with one fault. It is good when
