@@ -226,6 +226,15 @@ def test_a_process_that_is_stopped_is_seen_and_one_in_a_debugger_is_not_meant(mo
     assert not proc.lives(child.pid) and proc.started(child.pid) == ""
 
 
+@pytest.mark.parametrize(("waited", "stopped", "ends"), [(3.1, 5.1, True), (2.9, 9.0, False), (9.0, 4.9, False)])
+def test_a_stopped_rank_is_seen_to_be_so_and_others_need_not_have_waited_as_long(waited: float, stopped: float, ends: bool) -> None:
+    found = judged(replace(CALM, seconds=waited), replace(CALM, kind=MOVING), hang_s=5.0)
+    found.ranks[1].stopped = time.monotonic() - stopped
+    assert (found.verdict() is not None) is ends
+    asleep = judged(replace(CALM, seconds=waited), replace(CALM, kind=ASLEEP, seconds=6.0), hang_s=5.0)
+    assert (asleep.verdict() is not None) is (waited >= 5.0 + 2.5), "of a sleeper it is concluded"
+
+
 def _until(wanted: object) -> None:
     deadline = time.monotonic() + 20
     while not wanted():  # type: ignore[operator]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -59,7 +60,8 @@ def kill_all(trial: Trial, point: int) -> None:
     first, *others = [trial.one(), *trial.pids().values()]
     trial.hit(first)
     for pid in set(others) - {first}:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # whoever watches may have ended it already
+            os.kill(pid, signal.SIGKILL)
     trial.trains_again()
 
 

@@ -219,7 +219,8 @@ class Judge:
     def _hung(self, stands: Mapping[int, _Stand]) -> EndReason | None:
         """Nobody works, somebody waits, and somebody is stopped or asleep."""
         stopped = [rank for rank, stand in stands.items() if stand.kind == STOPPED]
-        if self._others_wait(stopped, stands, self.limits.hang_s, (*_WAIT, ASLEEP, LOST)):
+        waited = min(self.limits.hang_s, self.limits.name_s)  # that it is stopped is seen, and not concluded from their waiting
+        if self._others_wait(stopped, stands, self.limits.hang_s, (*_WAIT, ASLEEP, LOST), waited):
             return _explained(_stopped(stopped, self.ranks, alone=False), stands)
         if stopped and all(stand.kind == STOPPED and stand.seconds >= self.limits.all_stopped_s for stand in stands.values()):
             return _stopped(stopped, self.ranks, alone=True)
@@ -241,10 +242,13 @@ class Judge:
             return None
         return EndReason(problem=found.words(), remedy=_REMEDIES[found.kind], culprits=())
 
-    def _others_wait(self, culprits: Sequence[int], stands: Mapping[int, _Stand], limit: float, kinds: Sequence[str]) -> bool:
+    def _others_wait(
+        self, culprits: Sequence[int], stands: Mapping[int, _Stand], limit: float, kinds: Sequence[str], waited: float | None = None
+    ) -> bool:
+        """For so long; the others for `waited`, where that is less."""
         others = [stand for rank, stand in stands.items() if rank not in culprits]
         held = bool(culprits) and all(stands[rank].seconds >= limit for rank in culprits)
-        return held and bool(others) and all(stand.kind in kinds and stand.seconds >= limit for stand in others)
+        return held and bool(others) and all(stand.kind in kinds and stand.seconds >= (limit if waited is None else waited) for stand in others)
 
     def _patience(self, stands: Mapping[int, _Stand]) -> float:
         """Longer before the first step is done, where steps are long, and where a rank has slept before and woken."""
