@@ -231,7 +231,7 @@ def test_a_stopped_rank_is_seen_to_be_so_and_others_need_not_have_waited_as_long
     found = judged(replace(CALM, seconds=waited), replace(CALM, kind=MOVING), hang_s=5.0)
     found.ranks[1].stopped = time.monotonic() - stopped
     assert (found.verdict() is not None) is ends
-    asleep = judged(replace(CALM, seconds=waited), replace(CALM, kind=ASLEEP, seconds=6.0), hang_s=5.0)
+    asleep = judged(replace(CALM, seconds=waited), replace(CALM, kind=ASLEEP, seconds=8.0), hang_s=5.0)
     assert (asleep.verdict() is not None) is (waited >= 5.0 + 2.5), "of a sleeper it is concluded"
 
 
