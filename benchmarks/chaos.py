@@ -132,7 +132,7 @@ def torchrun(world: int, seed: int, work: Path) -> dict[str, Any]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     (folder / "train.py").write_text(TORCHRUN)
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", MARK: folder.name}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", MARK: str(folder)}
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", "--max-restarts=3",
              str(folder / "train.py"), str(folder)]  # fmt: skip
     child = subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
@@ -145,14 +145,14 @@ def torchrun(world: int, seed: int, work: Path) -> dict[str, Any]:
         deadline = time.monotonic() + LIMIT_SECONDS
         while len(steps()) < 20 + seed and time.monotonic() < deadline:
             time.sleep(0.01)
-        ranks = {env["RANK"]: pid for pid, env in marked(folder.name) if "RANK" in env}
+        ranks = {env["RANK"]: pid for pid, env in marked(str(folder)) if "RANK" in env}
         first, at = steps()[-1][0], time.monotonic()
         os.kill(ranks[str(world - 1)], signal.SIGKILL)
         while steps()[-1][0] == first and time.monotonic() < deadline:
             time.sleep(0.004)
         seconds = time.monotonic() - at if steps()[-1][0] != first else None
     finally:
-        for pid, _ in marked(folder.name):
+        for pid, _ in marked(str(folder)):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         child.wait()
@@ -194,7 +194,7 @@ def torchft(python: str, seed: int, work: Path) -> dict[str, Any]:
     folder.mkdir()
     (folder / "train.py").write_text(TORCHFT)
     first = 29600 + 10 * seed
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{first}", MARK: folder.name}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{first}", MARK: str(folder)}
     said = (folder / "said").open("wb")
     house = [str(Path(python).with_name("torchft_lighthouse")), "--min_replicas", "1", "--join_timeout_ms", "1000", "--quorum_tick_ms", "50",
              "--heartbeat_timeout_ms", "2000", "--bind", f"127.0.0.1:{first}"]  # fmt: skip
@@ -256,6 +256,18 @@ def surroundings() -> dict[str, Any]:
             "load": round(os.getloadavg()[0], 1)}  # fmt: skip
 
 
+def at_a_time(jobs: int, work: Path, out: Path) -> int:
+    """The same command in so many processes, each with every so manieth trial."""
+    words = [sys.executable, *sys.argv, "--jobs", "1"]
+    children = [subprocess.Popen([*words, "--part", f"{one + 1}/{jobs}", "--work", str(work / str(one))]) for one in range(jobs)]
+    try:
+        found = [child.wait() for child in children]
+    except KeyboardInterrupt:
+        found = [child.wait() for child in children]
+    print(f"all of it\n{summary(rows_of(out))}")
+    return max(found)
+
+
 def summary(rows: list[dict[str, Any]]) -> str:
     lines = [f"{'fault':12} {'trials':>6} {'good':>5}  seconds to the next step: median, worst"]
     for name in [*CLASSES, "torchrun", "torchft"]:
@@ -273,6 +285,8 @@ def main() -> int:
     ask.add_argument("--worlds", default="1,2,4")
     ask.add_argument("--only", default="")
     ask.add_argument("--minutes", type=float, default=60.0)
+    ask.add_argument("--jobs", type=int, default=2, help="trials at a time: half of one is waiting")
+    ask.add_argument("--part", default="1/1", help=argparse.SUPPRESS)
     ask.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "foretell-chaos")
     ask.add_argument("--out", type=Path, default=RESULTS)
     ask.add_argument("--beside", default="", help="what else this machine does meanwhile: goes into the rows")
@@ -285,12 +299,15 @@ def main() -> int:
     worlds, about = [int(one) for one in asked.worlds.split(",")], surroundings()
     names = ["torchft"] if asked.torchft else [name for name in asked.only.split(",") if name] or [*CLASSES, "torchrun"]
     worlds = [2] if asked.torchft else worlds
+    if asked.jobs > 1 and not asked.torchft:
+        return at_a_time(asked.jobs, asked.work, asked.out)
+    part, parts = (int(one) for one in asked.part.split("/"))
     prepare(asked.work, worlds)
     known = {(row["fault"], row["ranks"], row["seed"]) for row in rows_of(asked.out)}
     deadline, bad = time.monotonic() + 60 * asked.minutes, 0
     for seed in range(asked.trials):
-        for world in worlds:
-            for name in names:
+        for number, (world, name) in enumerate((world, name) for world in worlds for name in names):
+            if number % parts == part - 1:
                 if (name, world, seed) in known or time.monotonic() > deadline:
                     continue
                 if name == "torchft":

@@ -108,7 +108,7 @@ def supervisor(trial: Trial, point: int) -> None:
     trial.hit(trial.child.pid)
     trial.end()
     deadline = time.monotonic() + 30
-    while list(marked(trial.folder.name)) and time.monotonic() < deadline:
+    while list(marked(str(trial.folder.resolve()))) and time.monotonic() < deadline:
         time.sleep(0.02)
     trial.resume()
 
@@ -160,7 +160,7 @@ def loader(trial: Trial, point: int) -> None:
     """kill -9 of a process that prepares samples, with --workers 2"""
     trial.reach(point)
     ranks = trial.pids().values()
-    workers = [pid for pid, _ in marked(trial.folder.name) if pid not in ranks and os.getsid(pid) in ranks]
+    workers = [pid for pid, _ in marked(str(trial.folder.resolve())) if pid not in ranks and os.getsid(pid) in ranks]
     if not workers:
         raise NotTried("it has no processes that prepare samples: its data are none of your own")
     trial.hit(trial.rng.choice(workers))

@@ -105,7 +105,7 @@ class Trial:
 
     def start(self, *words: str) -> None:
         paths = [*self.env.get("PYTHONPATH", "").split(os.pathsep), package_parent(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-        known = {**os.environ, **dict(self.request.environment), **self.env, MARK: self.folder.name}
+        known = {**os.environ, **dict(self.request.environment), **self.env, MARK: str(self.folder.resolve())}
         known["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         command = [sys.executable, "-m", "foretell", "run", *words, *self.request.words, *self.flags]
         with open(self.folder / "said", "ab") as said:
@@ -190,7 +190,7 @@ class Trial:
 
     def clean(self) -> int:
         """End what is left of it; how many processes that were."""
-        left = [pid for pid, _ in marked(self.folder.name)]
+        left = [pid for pid, _ in marked(str(self.folder.resolve()))]
         for pid in left:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
