@@ -13,7 +13,7 @@ from foretell.tune.verify.compare import Problem, torch_of
 from foretell.tune.verify.draw import FRESH, GRADIENT, OWN, WEIGHTS, Case
 from foretell.tune.verify.process import packed
 from foretell.tune.verify.refusal import Refused, Skipped, refuse
-from foretell.tune.verify.sides import Answer, Side, rows_of
+from foretell.tune.verify.sides import Answer, Side, in_guards, rows_of
 from foretell.tune.verify.types import Asked
 
 Ask = Callable[..., tuple[Answer, Problem | None]]
@@ -59,9 +59,8 @@ def audited(suspect: Suspect, asked: Asked) -> str:
 
 def _held(suspect: Suspect, fresh: list[Case]) -> None:
     """Outputs of several calls are all alive, and each is still what it was."""
-    suspect.side.call(fresh[0].question)
-    for case in fresh[1:]:
-        suspect.side.call(case.question, hold=True)
+    for place, case in enumerate(fresh):
+        suspect.side.call(in_guards(case.question), hold=place > 0)
     for case, outputs in zip(fresh, suspect.side.again(), strict=True):
         answer = replace(case.eager, outputs=outputs)
         wrong, _ = checks.values(case, answer)

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+_NEW_MOUNTS, _PRIVATE = 0x00020000, 0x40000 | 0x4000
 _NEW_USER, _NEW_PID, _NEW_NET, _NEW_IPC = 0x10000000, 0x20000000, 0x40000000, 0x08000000
 _POLL_MILLISECONDS = 20
 
@@ -27,13 +28,20 @@ def separated() -> tuple[str, ...]:
         return ()
     library = ctypes.CDLL(None, use_errno=True)
     user, group = os.getuid(), os.getgid()
-    if library.unshare(_NEW_USER | _NEW_PID | _NEW_NET | _NEW_IPC) != 0:
+    if library.unshare(_NEW_USER | _NEW_PID | _NEW_NET | _NEW_IPC | _NEW_MOUNTS) != 0:
         return ()
     with contextlib.suppress(OSError):
         for name, content in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             with open(f"/proc/self/{name}", "w") as stream:
                 stream.write(content)
     return ("pid", "network", "ipc")
+
+
+def _own_processes() -> None:
+    """/proc as this namespace has it: nobody else's environment or memory. Where the system forbids it, it stays as it is."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.mount(b"none", b"/", None, _PRIVATE, None) == 0:
+        library.mount(b"proc", b"/proc", b"proc", 0, None)
 
 
 def limit(limits: Mapping[str, int]) -> None:
@@ -53,6 +61,8 @@ def caged(work: Callable[[], None], told: Callable[[dict[str, Any]], None], limi
     first = os.fork()
     if first == 0:
         _die_with_parent()
+        if kept:
+            _own_processes()
         worker = os.fork()
         if worker == 0:
             _die_with_parent()

@@ -91,10 +91,11 @@ class Drawer:
             if error.lost:
                 raise ModelError(f"the reference in {self.code.path} lost the device: {error}", "run the file by itself first") from None
             return None
+        question = replace(question, freed=tuple(one.nbytes for one in eager.outputs if one is not None))
         return Case(kind=kind, question=question, eager=eager, oracle=oracle, room=found, about=about)
 
     def _cotangents(self, question: Question) -> tuple[RawTensor, ...]:
-        plain = self.eager.call(replace(question, wanted=None, cotangents=(), grad_mode=True))
+        plain = self.eager.call(replace(question, cotangents=()))
         return tuple(
             raw_of(torch.randn(one.shape, generator=self.random).to(getattr(torch, one.dtype)))
             for one, fact in zip(plain.outputs, plain.facts, strict=True) if one is not None and fact.get("grad")

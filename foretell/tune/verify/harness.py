@@ -33,6 +33,7 @@ from foretell.tune.verify.types import FAILED, NOT_REACHED, PASSED, SKIPPED, STA
 NAMES = {WEIGHTS: "weights", SHAPE: "shapes", FORMAT: "formats", STRIDE: "strides", MAGNITUDE: "magnitudes", SENSITIVITY: "sensitivity",
          GRADIENT: "gradients", SUBSET: "subsets"}  # fmt: skip
 """Kind of case → the check that refuses a kernel whose values are wrong there, and right where nothing is varied."""
+_ASKED_AGAIN = 6
 _RENAMED = ("values", "nonfinite", "kind", "gradients")
 Doing = Callable[[str], None]
 
@@ -83,7 +84,7 @@ def _run(stage: str, exam: _Examination) -> StageResult:
     except Lost as lost:
         return StageResult(stage=stage, status=FAILED, text=lost.text, check=lost.how)
     except Raised as raised:
-        check = "crash" if raised.lost else "memory" if raised.kind in ("MemoryError", "OutOfMemoryError") else "raises"
+        check = "crash" if raised.lost else "memory" if raised.out_of_memory else "raises"
         return StageResult(stage=stage, status=FAILED, text=str(raised), check=check)
 
 
@@ -119,6 +120,7 @@ class _Examination:
     def end(self) -> None:
         if self._side is not None:
             self.isolation = self._side.process.isolation()
+            self.calls = self._side.calls
             self._side.end()
             self._side = None
 
@@ -127,7 +129,6 @@ class _Examination:
     def ask(self, case: Case, what: str = "call", **how: Any) -> tuple[Answer, Problem | None]:
         """One call with guards around the inputs, and what is wrong with its answer."""
         sent = in_guards(case.question)
-        self.calls += 1
         answer = self.side.call(sent, what, **how)
         wrong, ratio = checks.answer_problem(case, sent, answer)
         self.worst = max(self.worst, ratio) if wrong is None else self.worst
@@ -152,10 +153,15 @@ class _Examination:
             if raised.lost or case.kind not in NAMES:
                 raise
             raise Refused(NAMES[case.kind], f"{case.question.name}: {raised}") from None
-        if wrong is not None:
-            check = NAMES.get(case.kind, wrong.check) if wrong.check in _RENAMED else wrong.check
-            raise Refused(check, f"{case.question.name}: {wrong.text}")
-        return True
+        if wrong is None:
+            return True
+        if wrong.check in ("values", "accuracy", "nonfinite") and self._other_when_asked_again(case):
+            raise Refused("determinism", f"{case.question.name}: {wrong.text}; asked again it answers otherwise")
+        renamed = wrong.check in _RENAMED or (wrong.check, case.kind) == ("cache", WEIGHTS)  # a new module has nothing kept
+        raise Refused(NAMES.get(case.kind, wrong.check) if renamed else wrong.check, f"{case.question.name}: {wrong.text}")
+
+    def _other_when_asked_again(self, case: Case) -> bool:
+        return len({checks.digest_of(self.ask(case)[0]) for _ in range(_ASKED_AGAIN)}) > 1
 
     def every(self, *kinds: str) -> int:
         return sum(self.right(case) for case in self.cases.of(*kinds) if not self._skipped(case))
@@ -205,7 +211,7 @@ class _Examination:
         if self.cases.random:
             return audit.draws_alike(self.side, self.cases)
         answer, wrong = self.ask(own)
-        if wrong is None or wrong.check in ("values", "accuracy"):
+        if wrong is None or wrong.check in ("values", "accuracy", "nonfinite"):
             poisoned, _ = self.ask(own, poison=True)
             refuse(checks.unwritten(answer, poisoned))
         refuse(checks.conduct(self.side.noted()["noted"], settled=False))

@@ -76,6 +76,10 @@ class Raised(Exception):
         self.kind, self.text, self.lost = kind, text, lost
         super().__init__(f"{kind}: {text}")
 
+    @property
+    def out_of_memory(self) -> bool:
+        return self.kind in ("MemoryError", "OutOfMemoryError") or "can't allocate memory" in self.text
+
 
 _servers: list[Server] = []
 

@@ -53,8 +53,11 @@ class Question:
     """`RawTensor`s and plain values."""
     wanted: Wanted | None = None
     cotangents: tuple[RawTensor, ...] = ()
+    """None: a forward whose outputs have gradients, and no backward."""
     grad_mode: bool = False
     seed: int | None = None
+    freed: tuple[int, ...] = ()
+    """Bytes of blocks that are filled with a number and freed before the call: what is not written shows as it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,7 +78,7 @@ class Side:
 
     def __init__(self, code: Code, setting: Setting, *, watched: bool) -> None:
         self.process = KernelProcess(setting)
-        self.code = code
+        self.code, self.calls = code, 0
         self._made: tuple[Any, ...] | None = None
         self._state: State | None = None
         limits = setting.limits
@@ -108,7 +111,8 @@ class Side:
     def call(self, question: Question, what: str = "call", **how: Any) -> Answer:
         self.settle(question)
         content, blobs = content_of(question)
-        found = self.process.ask(what, {**content, **how}, blobs)
+        self.calls += 1
+        found = self.process.ask(what, {**content, **how, "freed": list(question.freed)}, blobs)
         return answer_of(found.header, found.blobs)
 
     def ops(self, question: Question) -> list[str]:
@@ -138,7 +142,8 @@ def content_of(question: Question) -> tuple[dict[str, Any], list[bytes]]:
     content: dict[str, Any] = {"inputs": specs, "seed": question.seed, "grad_mode": question.grad_mode}
     if question.wanted is not None:
         grads, more = packed(question.cotangents)
-        content |= {"grad": {"inputs": list(question.wanted.inputs), "parameters": list(question.wanted.parameters)}, "cotangents": grads}
+        wanted = {"inputs": list(question.wanted.inputs), "parameters": list(question.wanted.parameters)}
+        content |= {"grad": wanted, "cotangents": grads, "backward": bool(question.cotangents)}
         blobs += more
     return content, blobs
 

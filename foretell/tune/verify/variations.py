@@ -156,10 +156,21 @@ def _uniform(drawer: Drawer, like: Tensor, low: float, high: float) -> Tensor:
 def one_by_one(drawer: Drawer, state: State) -> Iterator[Case | None]:
     """One input is drawn anew and stretched, all others stay: what nobody reads does not show otherwise."""
     base = drawer.inputs()[1]
+    yield drawer.answered(SENSITIVITY, drawer.question("before an input is changed", base, state))
     for place, one in enumerate(base):
         if isinstance(one, RawTensor) and one.numel:
-            changed = raw_of(_other(drawer, torch_of(one)))
-            yield drawer.answered(SENSITIVITY, drawer.question(f"input {place} changed alone", (*base[:place], changed, *base[place + 1 :]), state))
+            values = torch_of(one)
+            other = _other(drawer, values)
+            for name, changed in ((f"input {place} changed alone", other), (f"one element of input {place} changed", _one_place(values, other))):
+                inputs = (*base[:place], raw_of(changed), *base[place + 1 :])
+                yield drawer.answered(SENSITIVITY, drawer.question(name, inputs, state))
+
+
+def _one_place(values: Tensor, other: Tensor) -> Tensor:
+    """The last element alone: what goes by a few of the first does not see it."""
+    changed = values.clone(memory_format=torch.contiguous_format).flatten()
+    changed[-1] = other.flatten()[-1]
+    return changed.reshape(values.shape)
 
 
 def _other(drawer: Drawer, values: Tensor) -> Tensor:
