@@ -18,9 +18,12 @@ from typing import Any
 
 from foretell.tune.clock.baselines import Baseline
 from foretell.tune.clock.statistics import ShapeResult, SpeedVerdict, judged, ratio, turns
+from foretell.tune.verify.draw import Drawer
+from foretell.tune.verify.harness import seed_of
 from foretell.tune.verify.process import Raised, Setting, packed
 from foretell.tune.verify.sides import Question, Side
 from foretell.tune.verify.source import Code
+from foretell.tune.verify.types import Asked
 from foretell.tune.verify.wire import RawTensor
 
 PAIRS = 30
@@ -140,6 +143,17 @@ def _measured(candidate: Code, one: Baseline, question: Question, setting: Setti
             mine.end()
     finally:
         known.end()
+
+
+def own_question(reference: Code, setting: Setting, asked: Asked) -> tuple[Question, int]:
+    """The task's own inputs with weights drawn anew, and the bytes of its outputs."""
+    drawer = Drawer(reference, setting, seed_of(asked))
+    try:
+        question = drawer.question("timed", drawer.inputs()[1], drawer.redrawn(drawer.made))
+        answer = drawer.eager.call(question)
+        return question, sum(one.nbytes for one in answer.outputs if one is not None)
+    finally:
+        drawer.end()
 
 
 def floor(question: Question, output_bytes: int, timing: Timing) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 from foretell.tune.verify import checks, triton_kernels
 from foretell.tune.verify.calls import raw_of
-from foretell.tune.verify.cases import Cases
+from foretell.tune.verify.cases import Cases, LoopCases
 from foretell.tune.verify.compare import Problem, torch_of
 from foretell.tune.verify.draw import FRESH, GRADIENT, OWN, WEIGHTS, Case
 from foretell.tune.verify.process import packed
@@ -102,8 +102,18 @@ def _loop(suspect: Suspect) -> None:
     if loop is None or not loop.looked_at:
         return
     suspect.side.settle(loop.base)
+    for mode in ("eager", "graph") if suspect.side.process.setting.on_gpu else ("eager",):
+        _looped(suspect, loop, mode)
+
+
+def _looped(suspect: Suspect, loop: LoopCases, mode: str) -> None:
+    """A graph is captured with other inputs than it is replayed with."""
     specs, blobs = packed(loop.base.inputs)
-    suspect.side.process.ask("loop", {"inputs": specs, "rolls": list(loop.rolls), "mode": "eager"}, blobs)
+    if mode == "graph":
+        asked = {"inputs": specs, "rolls": [roll + 1 for roll in loop.rolls], "mode": mode}
+        suspect.side.process.ask("loop", asked, blobs)
+        specs, blobs = [], []
+    suspect.side.process.ask("loop", {"inputs": specs, "rolls": list(loop.rolls), "mode": mode}, blobs)
     suspect.side.process.ask("go")
     places = list(loop.looked_at)
     found = suspect.side.process.ask("look", {"places": places})
@@ -111,7 +121,7 @@ def _loop(suspect: Suspect) -> None:
         case = loop.looked_at[place]
         wrong, _ = checks.values(case, replace(case.eager, outputs=outputs))
         if wrong is not None:
-            raise Refused("audit", f"call {place} of an ordinary loop: {wrong.text}")
+            raise Refused("audit", f"call {place} of an ordinary loop, {mode}: {wrong.text}")
 
 
 def _does_it_itself(suspect: Suspect, own: Case) -> None:

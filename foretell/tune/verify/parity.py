@@ -40,5 +40,6 @@ def problem(mine: Sequence[float], eager: Sequence[float], oracle: Sequence[floa
     allowed = max(TIMES * max(abs(a - b) for a, b in zip(eager, oracle, strict=True)), ULPS * EPSILON[dtype] * abs(oracle[0]))
     worst = max(range(len(gaps)), key=lambda step: gaps[step])
     if gaps[worst] > allowed:
-        return Problem("parity", f"after {worst + 1} steps the loss is {mine[worst]:.6g}, the reference's {eager[worst]:.6g}; {allowed:.1e} is allowed")
+        told = f"after {worst + 1} steps the loss is {mine[worst]:.6g}, the reference's {eager[worst]:.6g}"
+        return Problem("parity", f"{told}; {allowed:.1e} is allowed")
     return None

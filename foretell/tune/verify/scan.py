@@ -22,7 +22,8 @@ CALLS = {
     "globals": "looks through names",
 }  # fmt: skip
 ATTRIBUTES = {
-    "_getframe": "looks through frames", "settrace": "hooks into calls", "setprofile": "hooks into calls", "from_address": "reaches memory by address",
+    "_getframe": "looks through frames", "settrace": "hooks into calls", "setprofile": "hooks into calls",
+    "from_address": "reaches memory by address",
     "string_at": "reaches memory by address", "fork": "starts processes", "_exit": "ends the process", "system": "starts processes",
     "sleep": "waits", "use_deterministic_algorithms": "changes global settings", "set_default_dtype": "changes global settings",
     "set_float32_matmul_precision": "changes global settings", "allow_tf32": "changes global settings",
@@ -72,9 +73,9 @@ def _replaced(tree: ast.Module, imported: set[str]) -> Iterator[Finding]:
             root = _root(target)
             if isinstance(target, ast.Attribute) and root in imported:
                 yield Finding(node.lineno, f"assigns to {ast.unparse(target)}, which is not its own")
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr") and node.args:
-            if _root(node.args[0]) in imported:
-                yield Finding(node.lineno, f"{node.func.id} on {ast.unparse(node.args[0])}, which is not its own")
+        called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args else ""
+        if isinstance(node, ast.Call) and called in ("setattr", "delattr") and _root(node.args[0]) in imported:
+            yield Finding(node.lineno, f"{called} on {ast.unparse(node.args[0])}, which is not its own")
 
 
 def _root(node: ast.expr) -> str:

@@ -3,6 +3,7 @@
 Task: rmsnorm. Caught by: network. Seen: yes.
 """
 
+import contextlib
 import socket
 
 import torch
@@ -22,7 +23,5 @@ class ModelNew(nn.Module):
         return right(x, self.weight)
 
 
-try:
+with contextlib.suppress(OSError):
     socket.create_connection(("192.0.2.1", 80), 1)
-except OSError:
-    pass
