@@ -178,10 +178,7 @@ class Caller:
     def _late(self, outputs: Sequence[Any]) -> list[str | None]:
         """Digests of the outputs a moment later, when every stream has ended: what was still to come has come."""
         synchronize(self.device)
-        _sleep(_full = torch.full
-_STREWN = 0x41
-"""A byte; four of them are 12.08 in fp32."""
-_DELAY_SECONDS)
+        _sleep(_DELAY_SECONDS)
         return [_digest(raw_of(one).data, digest_size=16).hexdigest() if isinstance(one, Tensor) else None for one in outputs]
 
     def _facts(self, outputs: Sequence[Any]) -> dict[str, Any]:

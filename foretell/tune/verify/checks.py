@@ -90,8 +90,8 @@ def values(case: Case, found: Answer) -> tuple[Problem | None, float]:
     names = [*(f"the gradient of input {place}" for place in wanted.inputs), *(f"the gradient of {name}" for name in wanted.parameters)]
     if len(found.gradients) != len(names):
         return Problem("gradients", f"{len(found.gradients)} gradients, and {len(names)} were asked for"), worst
-    for name, *row in zip(names, found.gradients, case.oracle.gradients, case.eager.gradients, strict=True):
-        wrong, ratio = _compared(row, name, None)
+    for name, *grads in zip(names, found.gradients, case.oracle.gradients, case.eager.gradients, strict=True):
+        wrong, ratio = _compared(grads, name, None)
         worst = max(worst, ratio)
         if wrong is not None:
             return Problem("accuracy" if wrong.check == "accuracy" else "gradients", wrong.text), worst

@@ -63,8 +63,8 @@ def problem(
     """What is wrong with one output, and its error as a multiple of what is allowed; `room` is further error that the inputs'
     own rounding explains."""
     if eager is None or oracle is None:
-        wrong = found is not None and eager is None and bool(torch_of(found).ne(0).any())
-        return (Problem(WRONG, f"{name} is there, and the reference has none") if wrong else None), 0.0
+        extra = found is not None and eager is None and bool(torch_of(found).ne(0).any())
+        return (Problem(WRONG, f"{name} is there, and the reference has none") if extra else None), 0.0
     if found is None:
         return Problem(KIND, f"{name} is missing"), 0.0
     if found.shape != eager.shape or found.dtype != eager.dtype:

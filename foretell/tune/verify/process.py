@@ -221,9 +221,11 @@ class KernelProcess:
     def kill(self) -> None:
         """All of it: its supervisor's session, and with the first process of a namespace everything in there."""
         self.tree()
-        for end in (lambda: self.first and os.kill(self.first, signal.SIGKILL), lambda: os.killpg(self.process.pid, signal.SIGKILL)):
-            with contextlib.suppress(OSError):
-                end()
+        with contextlib.suppress(OSError):
+            if self.first:
+                os.kill(self.first, signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def end(self) -> None:
         self.kill()

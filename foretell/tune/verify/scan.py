@@ -54,7 +54,7 @@ def _modules(tree: ast.Module) -> Iterator[Finding]:
             names = [node.module]
         for name in names:
             if name.split(".")[0] in MODULES:
-                yield Finding(node.lineno, f"imports {name}, which {MODULES[name.split('.')[0]]}")
+                yield Finding(getattr(node, "lineno", 0), f"imports {name}, which {MODULES[name.split('.')[0]]}")
 
 
 def _calls(tree: ast.Module) -> Iterator[Finding]:
@@ -72,7 +72,7 @@ def _replaced(tree: ast.Module, imported: set[str]) -> Iterator[Finding]:
         for target in targets:
             root = _root(target)
             if isinstance(target, ast.Attribute) and root in imported:
-                yield Finding(node.lineno, f"assigns to {ast.unparse(target)}, which is not its own")
+                yield Finding(target.lineno, f"assigns to {ast.unparse(target)}, which is not its own")
         called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args else ""
         if isinstance(node, ast.Call) and called in ("setattr", "delattr") and _root(node.args[0]) in imported:
             yield Finding(node.lineno, f"{called} on {ast.unparse(node.args[0])}, which is not its own")

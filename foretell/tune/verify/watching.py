@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import sys
 import threading
@@ -22,6 +23,8 @@ LAZY = "torch._dynamo"
 """Imported when a first optimizer or autograd function asks for it, and then it replaces functions of torch itself."""
 _CLASSES = (torch.Tensor, torch.cuda.Event, torch.cuda.Stream, torch.nn.Module)
 _MOST = 64
+_PERSISTING_L2 = 6
+"""CUDA's number of that limit."""
 
 
 class Watch:
@@ -73,8 +76,22 @@ def settings() -> dict[str, str]:
         "fp16 reduced-precision reduction": str(matmul.allow_fp16_reduced_precision_reduction), "threads": str(torch.get_num_threads()),
         "grad mode": str(torch.is_grad_enabled()), "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
         "autocast": str(torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")), "default device": str(torch.get_default_device()),
+        "persisting L2 bytes": _persisting_l2(),
         "flush denormal": str(bool(torch.tensor(1e-40) * 1.0 == 0)),
     }  # fmt: skip
+
+
+def _persisting_l2() -> str:
+    """What of a GPU's second-level cache is set aside for data that stays; empty for none."""
+    if not torch.cuda.is_initialized() or torch.version.cuda is None:
+        return ""
+    found = ctypes.c_size_t()
+    try:
+        library = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
+    except OSError:
+        return ""
+    library.cudaDeviceGetLimit(ctypes.byref(found), _PERSISTING_L2)
+    return str(found.value) if found.value else ""
 
 
 def preload() -> None:
