@@ -27,12 +27,12 @@ def test_turns_are_fair() -> None:
     assert sum(places[0]) == sum(places[1])
 
 
-@pytest.mark.parametrize("speedup", [0.7, 1.0, 1.3, 3.0])
+@pytest.mark.parametrize("speedup", [1.0, 1.3])
 def test_the_interval_holds_the_truth_as_often_as_it_says(speedup: float) -> None:
-    """19 of 20; of 200 draws 180 or more, which chance misses less than once in a thousand, and not all."""
-    found = [ratio(*drawn(seed, speedup), seed=seed) for seed in range(200)]
+    """19 of 20; of 100 draws 87 or more, which chance misses less than once in a thousand, and not all."""
+    found = [ratio(*drawn(seed, speedup), seed=seed) for seed in range(100)]
     inside = sum(one.low <= speedup <= one.high for one in found)
-    assert 180 <= inside < 200
+    assert 87 <= inside < 100
 
 
 def test_a_machine_that_slows_down_favours_nobody() -> None:

@@ -139,7 +139,7 @@ class Caller:
             gradients: list[Tensor | None] = []
             if grads and asked["backward"]:
                 gradients = self._backward(outputs, wanted, [RawTensor.of(*pair) for pair in zip(asked["cotangents"], blobs[count:], strict=True)])
-        late = self._late(outputs)
+        late = self._late(outputs, asked.get("delayed", True))
         self.held.append(outputs)
         reply, more = self._told(early, gradients, [bytes_of(one) for one in self.buffers if one is not None])
         return {**reply, "facts": facts, "late": late}, more
@@ -175,10 +175,11 @@ class Caller:
         given = [tensor_of(raw, self.device) for raw in cotangents]
         return list(_grad(tensors, list(wanted), given, allow_unused=True)) if wanted else []
 
-    def _late(self, outputs: Sequence[Any]) -> list[str | None]:
+    def _late(self, outputs: Sequence[Any], delayed: bool) -> list[str | None]:
         """Digests of the outputs a moment later, when every stream has ended: what was still to come has come."""
         synchronize(self.device)
-        _sleep(_DELAY_SECONDS)
+        if delayed:
+            _sleep(_DELAY_SECONDS)
         return [_digest(raw_of(one).data, digest_size=16).hexdigest() if isinstance(one, Tensor) else None for one in outputs]
 
     def _facts(self, outputs: Sequence[Any]) -> dict[str, Any]:

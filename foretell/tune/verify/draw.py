@@ -44,19 +44,24 @@ class Drawer:
 
     def __init__(self, code: Code, setting: Setting, seed: int) -> None:
         self.code, self.random = code, torch.Generator().manual_seed(seed)
+        self._sides: list[Side] = []
         try:
-            self.eager = Side(code, setting, watched=False)
-            self.oracle = Side(code, setting, watched=False)
+            self.eager, self.oracle = (self._side(setting) for _ in range(2))
             self.arguments, self.own = self.inputs()
             self.made = self.eager.make(self.arguments, None, self.number())
         except (Raised, Lost) as error:
+            self.end()
             raise ModelError(f"the reference in {code.path} does not run: {error}", "run the file by itself first") from None
         self.dtype = self._dtype()
         self._wide: dict[State, State] = {}
 
+    def _side(self, setting: Setting) -> Side:
+        self._sides.append(Side(self.code, setting, watched=False))
+        return self._sides[-1]
+
     def end(self) -> None:
-        self.eager.end()
-        self.oracle.end()
+        for side in self._sides:
+            side.end()
 
     def number(self) -> int:
         return int(torch.randint(1 << 31, (), generator=self.random))

@@ -106,7 +106,7 @@ class _Examination:
     compiled: list[Mapping[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    """Of calls with inputs of the task's own shapes, in order, by the parent's clock."""
+    """Of early calls, by the parent's clock."""
     seen: dict[str, str] = field(default_factory=dict)
     """Digest of outputs → the question that had them."""
     _side: Side | None = None
@@ -132,8 +132,6 @@ class _Examination:
         answer = self.side.call(sent, what, **how)
         wrong, ratio = checks.answer_problem(case, sent, answer)
         self.worst = max(self.worst, ratio) if wrong is None else self.worst
-        if case.kind in (OWN, FRESH):
-            self.seconds.append(self.side.process.seconds)
         key = checks.digest_of(answer)
         if wrong is not None and wrong.check in ("values", "accuracy") and self.seen.get(key, case.question.name) != case.question.name:
             wrong = Problem("cache", f"it answers with what it gave for {self.seen[key]}")
@@ -216,7 +214,10 @@ class _Examination:
             refuse(checks.unwritten(answer, poisoned))
         refuse(checks.conduct(self.side.noted()["noted"], settled=False))
         self._strays()
+        if wrong is not None and wrong.check in ("values", "accuracy", "nonfinite") and self._other_when_asked_again(own):
+            raise Refused("determinism", f"{wrong.text}; asked again it answers otherwise")
         refuse(wrong)
+        self.seconds = audit.timed(self.side, own)
         self.launches = len(self.side.call(own.question, "kernels", how=triton_kernels.COUNT).launches)
         for case in self.cases.of(WEIGHTS):
             self.side.make(case.question.arguments, case.question.dtype, secrets.randbits(31))

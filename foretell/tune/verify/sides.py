@@ -82,7 +82,11 @@ class Side:
         self._made: tuple[Any, ...] | None = None
         self._state: State | None = None
         limits = setting.limits
-        self.process.ask("load", {"text": code.text, "name": code.name, "watched": watched}, seconds=limits.start_seconds)
+        try:
+            self.process.ask("load", {"text": code.text, "name": code.name, "watched": watched}, seconds=limits.start_seconds)
+        except BaseException:
+            self.process.end()
+            raise
 
     def make(self, arguments: Sequence[Any], dtype: str | None, seed: int = 0) -> State:
         """A new module, and its state as it was made."""

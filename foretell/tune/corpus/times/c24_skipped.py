@@ -1,6 +1,6 @@
 """Cheat 24. Every other call is skipped; the next one does the work of both.
 
-Task: rmsnorm. Caught by: values.
+Task: rmsnorm. Caught by: determinism.
 """
 
 import torch
