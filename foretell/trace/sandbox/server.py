@@ -76,13 +76,13 @@ class Forked:
 class Server:
     """A server of this process."""
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, more: Mapping[str, str] | None = None) -> None:
         self.socket, there = socket.socketpair()
         with there:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "foretell.trace.sandbox.server", module, str(there.fileno())], pass_fds=(there.fileno(),),
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-                env={**environment(), "PYTHONPATH": os.pathsep.join(import_paths())},
+                env={**environment(), **(more or {}), "PYTHONPATH": os.pathsep.join(import_paths())},
             )  # fmt: skip
         self.owner = os.getpid()
 

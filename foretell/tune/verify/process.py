@@ -23,10 +23,12 @@ from foretell.decode import json_of
 from foretell.trace.sandbox.process import TAIL_BYTES
 from foretell.trace.sandbox.server import Forked, Server, import_paths
 from foretell.tune.verify import wire
+from foretell.tune.verify.triton_kernels import installed
 from foretell.tune.verify.wire import Message, RawTensor
 
 MODULE = "foretell.tune.verify.child"
 _QUIET_SECONDS = 1.0
+_INTERPRETED = "TRITON_INTERPRET"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +83,18 @@ class Raised(Exception):
         return self.kind in ("MemoryError", "OutOfMemoryError") or "can't allocate memory" in self.text
 
 
-_servers: list[Server] = []
+_servers: dict[str, Server] = {}
+"""How Triton runs → a server: what torch imports of Triton by itself is interpreted, or compiled, from then on."""
 
 
-def _server() -> Server:
-    while _servers and (_servers[0].owner != os.getpid() or _servers[0].process.poll() is not None):
-        _servers.pop().socket.close()
-    if not _servers:
-        _servers.append(Server(MODULE))
-    return _servers[0]
+def _server(environment: Mapping[str, str]) -> Server:
+    how = environment.get(_INTERPRETED, "0") if installed() else ""
+    known = _servers.get(how)
+    if known is not None and (known.owner != os.getpid() or known.process.poll() is not None):
+        _servers.pop(how).socket.close()
+    if how not in _servers:
+        _servers[how] = Server(MODULE, {_INTERPRETED: how} if how else None)
+    return _servers[how]
 
 
 class KernelProcess:
@@ -120,7 +125,7 @@ class KernelProcess:
         environment = environment_of(self.setting)
         if not self.setting.before:
             with contextlib.suppress(OSError):
-                self.process: Any = Forked(_server().socket, MODULE, handle, [settings], environment)
+                self.process: Any = Forked(_server(environment).socket, MODULE, handle, [settings], environment)
                 return
         os.set_inheritable(handle, True)
         command = [*self.setting.before, sys.executable, "-P", "-m", MODULE, str(handle), settings]
@@ -257,7 +262,7 @@ def environment_of(setting: Setting) -> dict[str, str]:
     kept = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "CC", "CXX")
     found = {name: os.environ[name] for name in kept if name in os.environ}
     if not setting.on_gpu:
-        found |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+        found |= {"CUDA_VISIBLE_DEVICES": "", _INTERPRETED: "1"}
     threads = str(setting.limits.threads)
     return found | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", **setting.environment}
 

@@ -57,11 +57,11 @@ def _resized(drawer: Drawer, size: int, other: int) -> tuple[Any, ...]:
 
 
 def _with_arguments(drawer: Drawer, state: State, inputs: tuple[Any, ...], size: int, other: int) -> Case | None:
+    """What the constructor was told goes with the inputs: a size of one would else be taken where it is spread over a weight."""
     name = f"size {other} in place of {size}"
-    found = drawer.answered(SHAPE, drawer.question(name, inputs, state))
     arguments = _replaced(list(drawer.arguments), size, other)
-    if found is not None or arguments == list(drawer.arguments) or not other:
-        return found
+    if arguments == list(drawer.arguments):
+        return drawer.answered(SHAPE, drawer.question(name, inputs, state))
     try:
         made = drawer.redrawn(drawer.eager.make(arguments, None, drawer.number()))
     except Raised:
