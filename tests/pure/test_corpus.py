@@ -43,7 +43,7 @@ def rmsnorm() -> Cases:
 def test_a_cheat_of_each_kind_is_refused(entry: corpus.Entry, rmsnorm: Cases) -> None:
     from foretell.tune.verify import source
 
-    found = harness.examine(source.candidate(str(entry.path)), rmsnorm, corpus.quick(SETTING), Asked(seed=SEED, scan=False))
+    found = harness.examine(source.candidate(str(entry.path)), rmsnorm, SETTING, Asked(seed=SEED, scan=False))
     assert corpus.as_it_must(entry, found), told(entry, found)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,7 +34,9 @@ from foretell.tune.verify.types import FAILED, NOT_REACHED, PASSED, SKIPPED, STA
 NAMES = {WEIGHTS: "weights", SHAPE: "shapes", FORMAT: "formats", STRIDE: "strides", MAGNITUDE: "magnitudes", SENSITIVITY: "sensitivity",
          GRADIENT: "gradients", SUBSET: "subsets"}  # fmt: skip
 """Kind of case → the check that refuses a kernel whose values are wrong there, and right where nothing is varied."""
+_BY_VALUE = ("values", "accuracy", "nonfinite", "cache")
 _ASKED_AGAIN = 6
+_LATER_SECONDS = 0.05
 _RENAMED = ("values", "nonfinite", "kind", "gradients")
 Doing = Callable[[str], None]
 
@@ -137,7 +140,15 @@ class _Examination:
             wrong = Problem("cache", f"it answers with what it gave for {self.seen[key]}")
         if wrong is None:
             self.seen.setdefault(key, case.question.name)
+        elif wrong.check in _BY_VALUE and self._changed_since(answer):
+            wrong = Problem("deferred", "an output changed after it was returned")
         return answer, wrong
+
+    def _changed_since(self, answer: Answer) -> bool:
+        """Whether what was wrong is something else by now: somebody is still computing it."""
+        time.sleep(_LATER_SECONDS)
+        held = self.side.again()
+        return bool(held) and any(a is not None and b is not None and a.data != b.data for a, b in zip(held[-1], answer.outputs, strict=False))
 
     def right(self, case: Case) -> bool:
         """Refuse what is wrong; False where the candidate says that it does not do this. By what is varied the check is named."""

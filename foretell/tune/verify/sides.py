@@ -116,7 +116,9 @@ class Side:
         self.settle(question)
         content, blobs = content_of(question)
         self.calls += 1
-        found = self.process.ask(what, {**content, **how, "freed": list(question.freed)}, blobs)
+        limits = self.process.setting.limits
+        seconds = limits.seconds if what == "call" else limits.start_seconds  # kernels may be compiled
+        found = self.process.ask(what, {**content, **how, "freed": list(question.freed)}, blobs, seconds)
         return answer_of(found.header, found.blobs)
 
     def ops(self, question: Question) -> list[str]:
