@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from foretell.tune.clock.corpus import refused_by_the_clock
-from foretell.tune.verify import corpus, triton_kernels
-from foretell.tune.verify.process import Setting
+from foretell.tune.verify import corpus
+from foretell.tune.verify.inside import triton_kernels
+from foretell.tune.verify.process import KernelSetting
 
 SEED = 20261119
 
@@ -43,7 +44,7 @@ def main() -> None:
     asked.add_argument("--configs", type=Path)
     given = asked.parse_args()
     names = {*given.only, *(given.configs.read_text().split() if given.configs else [])}
-    setting, known = Setting(device=given.device), done(given.out)
+    setting, known = KernelSetting(device=given.device), done(given.out)
     some = [one for one in corpus.entries() if one.name not in known and (not names or one.name in names)]
     for entry in some:
         if missing := entry.missing(setting):

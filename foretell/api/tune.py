@@ -58,21 +58,21 @@ def verify_kernel(
     """
     from foretell.tune.verify import source
     from foretell.tune.verify.harness import seed_of, verify
-    from foretell.tune.verify.types import Asked
+    from foretell.tune.verify.types import HarnessOptions
 
     candidate, known = source.candidate(file), source.reference(reference or file)
     setting = _setting(device, time_limit)
-    asked = Asked(seed=seed, gradients=gradients, scan=scan)
+    asked = HarnessOptions(seed=seed, gradients=gradients, scan=scan)
     asked = replace(asked, seed=seed_of(asked))
     verdict = verify(candidate, known, setting, asked, doing=progress)
     if not bench or not verdict.accepted:
         return KernelAnswer(verdict=verdict)
     from foretell.tune.clock.baselines import baselines_of
-    from foretell.tune.clock.measure import Timing, own_question, speed
+    from foretell.tune.clock.measure import TimingOptions, own_question, speed
 
     others = tuple(source.candidate(path) for path in baselines)
     question, size = own_question(known, setting, asked)
-    timing = Timing(bandwidth=_bandwidth() if setting.on_gpu else 0.0)
+    timing = TimingOptions(bandwidth=_bandwidth() if setting.on_gpu else 0.0)
     found = speed(candidate, baselines_of(known, others), {"the task's own inputs": (question, size)}, setting, timing, doing=progress)
     return KernelAnswer(verdict=verdict, speed=found)
 
@@ -100,14 +100,14 @@ def try_corpus(*, device: str = "auto", seed: int | None = None) -> Iterator[dic
 def _setting(device: str, time_limit: float) -> Any:
     import torch
 
-    from foretell.tune.verify.process import Limits, Setting
+    from foretell.tune.verify.process import KernelLimits, KernelSetting
 
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"a kernel is verified on cpu or cuda, and '{device}' is asked", "--device cpu or --device cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("there is no CUDA device here", "--device cpu, where Triton kernels are interpreted")
     where = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    return Setting(device=where, limits=Limits(seconds=time_limit, start_seconds=max(120.0, time_limit)))
+    return KernelSetting(device=where, limits=KernelLimits(seconds=time_limit, start_seconds=max(120.0, time_limit)))
 
 
 def _bandwidth() -> float:

@@ -30,7 +30,7 @@ MOST_GROUPS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class OpGroup:
     """Ops that one kernel could do."""
 
     module: str
@@ -60,7 +60,7 @@ class Ranking:
     """In products, which are left alone."""
     host_seconds: float
     """In which the device waits for the host: kernels do not help there, CUDA graphs and torch.compile do."""
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[OpGroup, ...]
     left_out: int
     """Groups with less to gain than what is asked."""
     all_gain_seconds: float
@@ -77,7 +77,7 @@ class Ranking:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _GroupRun:
     """A group as it is met once: positions of its tasks, and the least bytes."""
 
     key: tuple[str, str, tuple[str, ...]]
@@ -91,7 +91,7 @@ def rank(local: Trace, tasks: Sequence[Task], step_seconds: float, host_seconds:
     durations = [task.seconds for task in tasks]
     span = Makespan(tasks, queue=LAUNCH_QUEUE)
     base = span.seconds(durations)
-    groups: dict[tuple[str, str, tuple[str, ...]], list[_Run]] = {}
+    groups: dict[tuple[str, str, tuple[str, ...]], list[_GroupRun]] = {}
     for run in runs:
         groups.setdefault(run.key, []).append(run)
     rows = sorted((_row(key, some, durations, bandwidth) for key, some in groups.items()), key=lambda one: one.floor_seconds - one.seconds)
@@ -110,16 +110,16 @@ def rank(local: Trace, tasks: Sequence[Task], step_seconds: float, host_seconds:
     )  # fmt: skip
 
 
-def _row(key: tuple[str, str, tuple[str, ...]], runs: Sequence[_Run], durations: Sequence[float], bandwidth: float) -> Candidate:
+def _row(key: tuple[str, str, tuple[str, ...]], runs: Sequence[_GroupRun], durations: Sequence[float], bandwidth: float) -> OpGroup:
     module, phase, ops = key
     size = sum(run.bytes for run in runs)
     seconds = sum(durations[place] for run in runs for place in run.tasks)
-    return Candidate(
+    return OpGroup(
         module=module, phase=phase, ops=ops, runs=len(runs), seconds=seconds, floor_bytes=size, floor_seconds=size / bandwidth, gain_seconds=0.0
     )
 
 
-def _at_floor(durations: Sequence[float], runs: Iterable[_Run], bandwidth: float) -> list[float]:
+def _at_floor(durations: Sequence[float], runs: Iterable[_GroupRun], bandwidth: float) -> list[float]:
     """Tasks of these runs as much shorter as takes each run to its floor."""
     found = list(durations)
     for run in runs:
@@ -133,7 +133,7 @@ def _at_floor(durations: Sequence[float], runs: Iterable[_Run], bandwidth: float
 # ---------------------------------------------------------------- ops and their tasks
 
 
-def _runs(local: Trace, tasks: Sequence[Task]) -> Iterator[_Run]:
+def _runs(local: Trace, tasks: Sequence[Task]) -> Iterator[_GroupRun]:
     places: dict[tuple[str, str, str], Iterator[int]] = {}
     found: dict[tuple[str, str, str], list[int]] = {}
     for place, task in enumerate(tasks):
@@ -146,7 +146,7 @@ def _runs(local: Trace, tasks: Sequence[Task]) -> Iterator[_Run]:
             yield from _of_program(ops, tasks, places)
 
 
-def _of_program(ops: Sequence[Op], tasks: Sequence[Task], places: Mapping[tuple[str, str, str], Iterator[int]]) -> Iterator[_Run]:
+def _of_program(ops: Sequence[Op], tasks: Sequence[Task], places: Mapping[tuple[str, str, str], Iterator[int]]) -> Iterator[_GroupRun]:
     open_ops: list[Op] = []
     open_tasks: list[int] = []
     for op in ops:
@@ -171,10 +171,10 @@ def _place(op: Op, tasks: Sequence[Task], places: Mapping[tuple[str, str, str], 
     return place if place is not None and tasks[place].resource in (COMPUTE, HOST) else None
 
 
-def _closed(ops: Sequence[Op], tasks: Sequence[int]) -> Iterator[_Run]:
+def _closed(ops: Sequence[Op], tasks: Sequence[int]) -> Iterator[_GroupRun]:
     if tasks:
         names = tuple(dict.fromkeys(short(op.name) for op in ops))
-        yield _Run((folded(ops[0].module), ops[0].phase, names), tuple(tasks), least_bytes(ops))
+        yield _GroupRun((folded(ops[0].module), ops[0].phase, names), tuple(tasks), least_bytes(ops))
 
 
 def least_bytes(ops: Sequence[Op]) -> int:

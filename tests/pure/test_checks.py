@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from foretell.tune.verify import checks, parity
-from foretell.tune.verify.calls import raw_of
-from foretell.tune.verify.triton_kernels import resources_in
+from foretell.tune.verify.inside.calls import raw_of
+from foretell.tune.verify.inside.triton_kernels import resources_in
 
 
 def noted(**told: Any) -> dict[str, Any]:

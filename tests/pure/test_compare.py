@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from foretell.tune.verify import compare
-from foretell.tune.verify.calls import raw_of
+from foretell.tune.verify.inside.calls import raw_of
 
 
 def judged(found: torch.Tensor, eager: torch.Tensor, oracle: torch.Tensor) -> str:

@@ -8,7 +8,7 @@ from foretell.tune.verify import corpus, scan
 
 
 @pytest.mark.parametrize("entry", corpus.entries(), ids=lambda one: one.name)
-def test_shipped_kernels_are_seen_as_their_heads_say(entry: corpus.Entry) -> None:
+def test_shipped_kernels_are_seen_as_their_heads_say(entry: corpus.CorpusEntry) -> None:
     assert bool(scan.findings(entry.path.read_text())) == entry.seen
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from foretell.tune.verify import wire
-from foretell.tune.verify.calls import raw_of, tensor_of
 from foretell.tune.verify.compare import torch_of
+from foretell.tune.verify.inside.calls import raw_of, tensor_of
 from foretell.tune.verify.wire import RawTensor
 
 
@@ -60,5 +60,5 @@ def test_a_message_that_does_not_end_is_not_waited_for() -> None:
         with pytest.raises(TimeoutError):
             wire.read(here.fileno(), time.monotonic() + 0.05)
         there.close()
-        with pytest.raises(wire.Gone):
+        with pytest.raises(wire.PeerGone):
             wire.read(here.fileno(), time.monotonic() + 5)

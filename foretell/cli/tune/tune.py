@@ -12,7 +12,7 @@ from foretell.cli.options import taking
 from foretell.options.fit import StepOptions
 
 if TYPE_CHECKING:
-    from foretell.tune.rank import Candidate, Ranking
+    from foretell.tune.rank import OpGroup, Ranking
 
 
 @taking(StepOptions)
@@ -60,7 +60,7 @@ def _lines(model: str, on: str, found: Ranking, top: int) -> list[str]:
     return [*head, *rows, *below]
 
 
-def _row(one: Candidate, step: float) -> str:
+def _row(one: OpGroup, step: float) -> str:
     from foretell.units import human_seconds
 
     ops = " ".join(one.ops[:6]) + (f" and {len(one.ops) - 6} more" if len(one.ops) > 6 else "")

@@ -20,10 +20,10 @@ from foretell.tune.clock.baselines import Baseline
 from foretell.tune.clock.statistics import ShapeResult, SpeedVerdict, judged, ratio, turns
 from foretell.tune.verify.draw import Drawer
 from foretell.tune.verify.harness import seed_of
-from foretell.tune.verify.process import Raised, Setting, packed
-from foretell.tune.verify.sides import Question, Side
+from foretell.tune.verify.process import KernelSetting, Raised, packed
+from foretell.tune.verify.sides import KernelCall, ModuleSide
 from foretell.tune.verify.source import Code
-from foretell.tune.verify.types import Asked
+from foretell.tune.verify.types import HarnessOptions
 from foretell.tune.verify.wire import RawTensor
 
 PAIRS = 30
@@ -38,7 +38,7 @@ EAGER, GRAPH = "eager", "graph"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timing:
+class TimingOptions:
     """How to measure."""
 
     pairs: int = PAIRS
@@ -53,8 +53,8 @@ class Timing:
 class Timed:
     """A module in its process, ready to be timed."""
 
-    def __init__(self, code: Code, setting: Setting, question: Question, timing: Timing, compiled: str | None = None) -> None:
-        self.side = Side(code, setting, watched=False)
+    def __init__(self, code: Code, setting: KernelSetting, question: KernelCall, timing: TimingOptions, compiled: str | None = None) -> None:
+        self.side = ModuleSide(code, setting, watched=False)
         self.timing, self.compiled = timing, compiled
         self.side.settle(question)
         self._content, self._blobs = packed(question.inputs)
@@ -85,7 +85,7 @@ class Timed:
         self.side.end()
 
 
-def calls_of(question: Question, timing: Timing, seconds: float = 0.0) -> int:
+def calls_of(question: KernelCall, timing: TimingOptions, seconds: float = 0.0) -> int:
     """Of a loop: so many that their inputs are beyond the cache, that it takes long enough, and that memory holds them."""
     size = max(1, sum(one.nbytes for one in question.inputs if isinstance(one, RawTensor)))
     beyond = -(-L2_TIMES * timing.l2_bytes // size)
@@ -102,7 +102,7 @@ def paired(a: Timed, b: Timed, calls: int, pairs: int) -> tuple[list[float], lis
 
 
 def shape_result(
-    name: str, candidate: Code, baselines: Sequence[Baseline], question: Question, setting: Setting, timing: Timing, *,
+    name: str, candidate: Code, baselines: Sequence[Baseline], question: KernelCall, setting: KernelSetting, timing: TimingOptions, *,
     output_bytes: int, doing: Callable[[str], None] = lambda _: None,
 ) -> ShapeResult:  # fmt: skip
     """The candidate beside each baseline on one shape; the best of them is measured again with the candidate in a clean process."""
@@ -127,7 +127,7 @@ def shape_result(
     )
 
 
-def _measured(candidate: Code, one: Baseline, question: Question, setting: Setting, timing: Timing) -> tuple[list[float], list[float]]:
+def _measured(candidate: Code, one: Baseline, question: KernelCall, setting: KernelSetting, timing: TimingOptions) -> tuple[list[float], list[float]]:
     known = Timed(one.code, setting, question, timing, one.compiled)
     try:
         mine = Timed(candidate, setting, question, timing)
@@ -145,7 +145,7 @@ def _measured(candidate: Code, one: Baseline, question: Question, setting: Setti
         known.end()
 
 
-def own_question(reference: Code, setting: Setting, asked: Asked) -> tuple[Question, int]:
+def own_question(reference: Code, setting: KernelSetting, asked: HarnessOptions) -> tuple[KernelCall, int]:
     """The task's own inputs with weights drawn anew, and the bytes of its outputs."""
     drawer = Drawer(reference, setting, seed_of(asked))
     try:
@@ -156,7 +156,7 @@ def own_question(reference: Code, setting: Setting, asked: Asked) -> tuple[Quest
         drawer.end()
 
 
-def floor(question: Question, output_bytes: int, timing: Timing) -> float:
+def floor(question: KernelCall, output_bytes: int, timing: TimingOptions) -> float:
     """Seconds to read the floating inputs and write the outputs once; with a backward their gradients too."""
     if not timing.bandwidth:
         return 0.0
@@ -165,7 +165,7 @@ def floor(question: Question, output_bytes: int, timing: Timing) -> float:
 
 
 def speed(
-    candidate: Code, baselines: Sequence[Baseline], questions: Mapping[str, tuple[Question, int]], setting: Setting, timing: Timing, *,
+    candidate: Code, baselines: Sequence[Baseline], questions: Mapping[str, tuple[KernelCall, int]], setting: KernelSetting, timing: TimingOptions, *,
     doing: Callable[[str], None] = lambda _: None,
 ) -> SpeedVerdict:  # fmt: skip
     """On every shape (name → question, bytes of its outputs), and what the worst of them says."""

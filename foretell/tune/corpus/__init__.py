@@ -2,5 +2,5 @@
 (`misbehaving`), and good ones (`good`), each for one of the `tasks`.
 
 The head of a file says its task, the check that must refuse it, what it needs (cuda, triton), and whether the scan of its text
-sees it. `verify/corpus.py` reads that. Nothing here is imported: it is run as any kernel is.
+sees it; the loader of the harness reads that. Nothing here is imported: it is run as any kernel is.
 """

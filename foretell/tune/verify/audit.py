@@ -6,15 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from foretell.tune.verify import checks, triton_kernels
-from foretell.tune.verify.calls import raw_of
+from foretell.tune.verify import checks
 from foretell.tune.verify.cases import Cases, LoopCases
 from foretell.tune.verify.compare import Problem, torch_of
-from foretell.tune.verify.draw import FRESH, GRADIENT, OWN, WEIGHTS, Case
+from foretell.tune.verify.draw import FRESH, GRADIENT, OWN, WEIGHTS, TaskCase
+from foretell.tune.verify.inside import triton_kernels
+from foretell.tune.verify.inside.calls import raw_of
 from foretell.tune.verify.process import packed
 from foretell.tune.verify.refusal import Refused, Skipped, refuse
-from foretell.tune.verify.sides import Answer, Side, in_guards, rows_of
-from foretell.tune.verify.types import Asked
+from foretell.tune.verify.sides import Answer, ModuleSide, in_guards, rows_of
+from foretell.tune.verify.types import HarnessOptions
 
 Ask = Callable[..., tuple[Answer, Problem | None]]
 AGAIN = 3
@@ -26,12 +27,12 @@ class Suspect:
     """A candidate that was right whenever it was asked once."""
 
     ask: Ask
-    side: Side
+    side: ModuleSide
     cases: Cases
     launches: int
     seconds: list[float]
 
-    def right(self, case: Case, check: str, told: str, **how: Any) -> None:
+    def right(self, case: TaskCase, check: str, told: str, **how: Any) -> None:
         """Refuse wrong values under the name of the check that they fail."""
         _, wrong = self.ask(case, **how)
         if wrong is not None:
@@ -39,7 +40,7 @@ class Suspect:
             raise Refused(check if known else wrong.check, f"{told}: {wrong.text}")
 
 
-def audited(suspect: Suspect, asked: Asked) -> str:
+def audited(suspect: Suspect, asked: HarnessOptions) -> str:
     if suspect.cases.random:
         return replays(suspect.side, suspect.cases)
     fresh = list(suspect.cases.of(FRESH))
@@ -57,7 +58,7 @@ def audited(suspect: Suspect, asked: Asked) -> str:
     return f"{asked.repeats} further calls, {len(suspect.cases.loop.looked_at) if suspect.cases.loop else 0} of a loop looked at"
 
 
-def timed(side: Side, case: Case) -> list[float]:
+def timed(side: ModuleSide, case: TaskCase) -> list[float]:
     """Seconds of a few calls that are not looked at."""
     found = []
     for _ in range(SETTLED_CALLS):
@@ -66,7 +67,7 @@ def timed(side: Side, case: Case) -> list[float]:
     return found
 
 
-def _held(suspect: Suspect, fresh: list[Case]) -> None:
+def _held(suspect: Suspect, fresh: list[TaskCase]) -> None:
     """Outputs of several calls are all alive, and each is still what it was."""
     for place, case in enumerate(fresh):
         suspect.side.call(in_guards(case.question), hold=place > 0)
@@ -91,9 +92,9 @@ def _drift(suspect: Suspect, repeats: int) -> None:
         refuse(_paced_again(suspect, own, repeats))
 
 
-def _paced_again(suspect: Suspect, own: Case, repeats: int) -> Problem | None:
+def _paced_again(suspect: Suspect, own: TaskCase, repeats: int) -> Problem | None:
     """The same in another process: a busy machine is not slow for the same calls twice."""
-    with Side(suspect.side.code, suspect.side.process.setting, watched=False) as side:
+    with ModuleSide(suspect.side.code, suspect.side.process.setting, watched=False) as side:
         side.call(own.question, delayed=False)
         early = timed(side, own)
         for _ in range(repeats):
@@ -106,7 +107,7 @@ def _memory(suspect: Suspect) -> int:
     return int(noted["memory"]) or suspect.side.process.resident_bytes()
 
 
-def _settled(suspect: Suspect, own: Case) -> None:
+def _settled(suspect: Suspect, own: TaskCase) -> None:
     """With nothing left to compile it opens, starts and changes nothing."""
     suspect.side.call(own.question)
     refuse(checks.conduct(suspect.side.noted()["noted"], settled=False))
@@ -143,7 +144,7 @@ def _looped(suspect: Suspect, loop: LoopCases, mode: str) -> None:
             raise Refused("audit", f"call {place} of an ordinary loop, {mode}: {wrong.text}")
 
 
-def _does_it_itself(suspect: Suspect, own: Case) -> None:
+def _does_it_itself(suspect: Suspect, own: TaskCase) -> None:
     if suspect.launches:
         left_out = suspect.side.call(own.question, "kernels", how=triton_kernels.LEAVE_OUT)
         if left_out.outputs and checks.values(own, left_out)[0] is None:
@@ -173,7 +174,7 @@ def determinism(ask: Ask, cases: Cases) -> str:
 # ---------------------------------------------------------------- tasks that draw
 
 
-def draws_alike(side: Side, cases: Cases) -> str:
+def draws_alike(side: ModuleSide, cases: Cases) -> str:
     """Each output could be one of the reference's draws."""
     for case in cases.of(OWN, WEIGHTS, FRESH):
         sent = case.question
@@ -183,7 +184,7 @@ def draws_alike(side: Side, cases: Cases) -> str:
     return "drawn as the reference draws"
 
 
-def replays(side: Side, cases: Cases) -> str:
+def replays(side: ModuleSide, cases: Cases) -> str:
     """A seed stands for its draw, another seed for another one."""
     (own,) = cases.of(OWN)
     question = own.question
@@ -196,7 +197,7 @@ def replays(side: Side, cases: Cases) -> str:
     return "seeded"
 
 
-def draws_and_gradients(side: Side, cases: Cases) -> str:
+def draws_and_gradients(side: ModuleSide, cases: Cases) -> str:
     """Along its gradient a draw changes as the gradient says, the seed held."""
     cases_of = list(cases.of(GRADIENT))
     if not cases_of:
@@ -220,7 +221,7 @@ def draws_and_gradients(side: Side, cases: Cases) -> str:
     return f"{len(places)} slopes"
 
 
-def _moved(side: Side, case: Case, place: int, direction: Any, step: float) -> Any:
+def _moved(side: ModuleSide, case: TaskCase, place: int, direction: Any, step: float) -> Any:
     inputs = list(case.question.inputs)
     values = torch_of(inputs[place])
     inputs[place] = raw_of((values.double() + step * torch_of(direction)).to(values.dtype))

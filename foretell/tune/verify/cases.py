@@ -14,7 +14,6 @@ import torch
 
 from foretell.errors import ModelError
 from foretell.tune.verify import variations
-from foretell.tune.verify.calls import raw_of
 from foretell.tune.verify.compare import torch_of
 from foretell.tune.verify.draw import (
     FORMAT,
@@ -27,12 +26,13 @@ from foretell.tune.verify.draw import (
     STRIDE,
     SUBSET,
     WEIGHTS,
-    Case,
     Drawer,
+    TaskCase,
 )
-from foretell.tune.verify.loops import rolled_raw
-from foretell.tune.verify.process import Lost, Raised, Setting, packed
-from foretell.tune.verify.sides import Question, State, Wanted, cast
+from foretell.tune.verify.inside.calls import raw_of
+from foretell.tune.verify.inside.loops import rolled_raw
+from foretell.tune.verify.process import KernelSetting, Lost, Raised, packed
+from foretell.tune.verify.sides import KernelCall, State, Wanted, cast
 from foretell.tune.verify.source import Code
 from foretell.tune.verify.wire import RawTensor
 
@@ -45,9 +45,9 @@ STEPS = 50
 class LoopCases:
     """Ordinary calls one after the other, of which some are looked at after."""
 
-    base: Question
+    base: KernelCall
     rolls: tuple[int, ...]
-    looked_at: Mapping[int, Case]
+    looked_at: Mapping[int, TaskCase]
     """Place → what is right there."""
 
 
@@ -55,7 +55,7 @@ class LoopCases:
 class Training:
     """Losses of a small model around the reference."""
 
-    question: Question
+    question: KernelCall
     content: Mapping[str, Any]
     blobs: tuple[bytes, ...]
     eager: tuple[float, ...]
@@ -69,7 +69,7 @@ class Cases:
     task: str
     random: bool
     """The reference draws: no value can be compared."""
-    by_kind: Mapping[str, tuple[Case, ...]]
+    by_kind: Mapping[str, tuple[TaskCase, ...]]
     ops: tuple[str, ...]
     threads: int
     """Of the reference's process after all that."""
@@ -79,12 +79,12 @@ class Cases:
     """Why the task tells nothing, if so."""
     notes: tuple[str, ...] = ()
 
-    def of(self, *kinds: str) -> Iterator[Case]:
+    def of(self, *kinds: str) -> Iterator[TaskCase]:
         for kind in kinds:
             yield from self.by_kind.get(kind, ())
 
 
-def prepare(code: Code, setting: Setting, *, seed: int, gradients: bool = True) -> Cases:
+def prepare(code: Code, setting: KernelSetting, *, seed: int, gradients: bool = True) -> Cases:
     """All cases of a task. Raises `ModelError` where the reference does not run."""
     drawer = Drawer(code, setting, seed)
     try:
@@ -100,7 +100,7 @@ def _prepared(drawer: Drawer, gradients: bool) -> Cases:
     if own is None:
         raise ModelError(f"the reference in {drawer.code.path} raises on its own inputs", "run the file by itself first")
     state = drawer.redrawn(drawer.made)
-    found: dict[str, list[Case | None]] = {OWN: [own]}
+    found: dict[str, list[TaskCase | None]] = {OWN: [own]}
     found[WEIGHTS] = [drawer.answered(WEIGHTS, drawer.question("other weights", drawer.own, state))] if state.tensors else []
     fresh = [drawer.inputs()[1] for _ in range(3)]
     found[FRESH] = [drawer.answered(FRESH, drawer.question(f"fresh inputs {n}", one, state)) for n, one in enumerate(fresh, 1)]
@@ -168,13 +168,13 @@ def training_of(
     return {**plain, "batches": specs[:-1], "targets": specs[-1]}, blobs
 
 
-def _draws(drawer: Drawer, question: Question) -> bool:
+def _draws(drawer: Drawer, question: KernelCall) -> bool:
     """Whether another seed gives another answer."""
     first, second = (drawer.eager.call(replace(question, seed=drawer.number())) for _ in range(2))
     return any(a is not None and b is not None and a.data != b.data for a, b in zip(first.outputs, second.outputs, strict=True))
 
 
-def _gradients(drawer: Drawer, inputs: Sequence[Any], state: State) -> tuple[list[Case | None], list[Case | None]]:
+def _gradients(drawer: Drawer, inputs: Sequence[Any], state: State) -> tuple[list[TaskCase | None], list[TaskCase | None]]:
     places = tuple(place for place, one in enumerate(inputs) if isinstance(one, RawTensor) and one.is_float)
     names = tuple(name for name, raw in state.tensors.items() if name in state.parameters and raw.is_float)
     whole = Wanted(places, names)
@@ -192,7 +192,7 @@ def _gradients(drawer: Drawer, inputs: Sequence[Any], state: State) -> tuple[lis
     return [all_of], subsets
 
 
-def dullness(cases: Mapping[str, Sequence[Case]]) -> str:
+def dullness(cases: Mapping[str, Sequence[TaskCase]]) -> str:
     """Why nothing can be learned of a kernel from this task: whatever goes in, the same comes out."""
     answers = [one.oracle.outputs for kind in (FRESH, MAGNITUDE, SENSITIVITY) for one in cases.get(kind, ())]
     if not answers or any(one is not None and not one.is_float for row in answers for one in row):

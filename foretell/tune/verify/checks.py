@@ -17,18 +17,18 @@ from typing import Any
 import torch
 
 from foretell.tune.verify.compare import Errors, Problem, problem, torch_of
-from foretell.tune.verify.draw import Case
-from foretell.tune.verify.sides import GUARD, Answer, Question
+from foretell.tune.verify.draw import TaskCase
+from foretell.tune.verify.sides import GUARD, Answer, KernelCall
 from foretell.tune.verify.wire import BYTES, RawTensor
 
 
-def answer_problem(case: Case, sent: Question, found: Answer) -> tuple[Problem | None, float]:
+def answer_problem(case: TaskCase, sent: KernelCall, found: Answer) -> tuple[Problem | None, float]:
     """The first thing that is wrong with an answer to `sent`, which asks what the case asks; and its error."""
     wrong = form(case, found) or inputs_kept(case, sent, found) or late(found)
     return (wrong, 0.0) if wrong is not None else values(case, found)
 
 
-def form(case: Case, found: Answer) -> Problem | None:
+def form(case: TaskCase, found: Answer) -> Problem | None:
     """Kinds, counts and places of the outputs."""
     if len(found.outputs) != len(case.eager.outputs):
         return Problem("kind", f"{len(found.outputs)} outputs, and the reference has {len(case.eager.outputs)}")
@@ -50,7 +50,7 @@ def form(case: Case, found: Answer) -> Problem | None:
     return None
 
 
-def inputs_kept(case: Case, sent: Question, found: Answer) -> Problem | None:
+def inputs_kept(case: TaskCase, sent: KernelCall, found: Answer) -> Problem | None:
     """Whether the inputs' storages are as they were, but for what the reference changes itself."""
     tensors = [one for one in sent.inputs if isinstance(one, RawTensor)]
     own = [one for one in case.question.inputs if isinstance(one, RawTensor)]
@@ -75,7 +75,7 @@ def late(found: Answer) -> Problem | None:
     return None
 
 
-def values(case: Case, found: Answer) -> tuple[Problem | None, float]:
+def values(case: TaskCase, found: Answer) -> tuple[Problem | None, float]:
     """Outputs, then gradients, against the oracle."""
     worst = 0.0
     for place, row in enumerate(zip(found.outputs, case.oracle.outputs, case.eager.outputs, strict=True)):

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from foretell.tune.verify import harness, source, triton_kernels
+from foretell.tune.verify import harness, source
 from foretell.tune.verify.cases import Cases, prepare
-from foretell.tune.verify.process import Limits, Setting
-from foretell.tune.verify.types import Asked, Verdict
+from foretell.tune.verify.inside import triton_kernels
+from foretell.tune.verify.process import KernelLimits, KernelSetting
+from foretell.tune.verify.types import HarnessOptions, Verdict
 
 FOLDER = Path(__file__).parents[1] / "corpus"
 GOOD, MISBEHAVING = "good", "misbehaving"
@@ -21,7 +22,7 @@ SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class CorpusEntry:
     """One shipped kernel."""
 
     path: Path
@@ -46,22 +47,22 @@ class Entry:
         found = re.match(r"c(\d+)_", self.name)
         return int(found[1]) if found else 0
 
-    def missing(self, setting: Setting) -> str:
+    def missing(self, setting: KernelSetting) -> str:
         """What it needs and is not here."""
         if self.needs == "cuda" and not setting.on_gpu:
             return "a CUDA device"
         return "Triton" if self.needs == "triton" and not triton_kernels.installed() else ""
 
 
-def entries(*groups: str) -> list[Entry]:
+def entries(*groups: str) -> list[CorpusEntry]:
     folders = groups or (GOOD, *CHEATS, MISBEHAVING)
     return [_entry(path, group) for group in folders for path in sorted((FOLDER / group).glob("*.py"))]
 
 
-def _entry(path: Path, group: str) -> Entry:
+def _entry(path: Path, group: str) -> CorpusEntry:
     head = path.read_text(encoding="utf-8").split('"""')[1]
     words = {key: found[1] for key in ("Task", "Caught by", "Needs", "Seen", "Beside") if (found := re.search(rf"{key}: (\w+)", head))}
-    return Entry(
+    return CorpusEntry(
         path=path, group=group, task=words["Task"], check=words.get("Caught by", ""), needs=words.get("Needs", ""),
         seen="Seen" in words, beside=words.get("Beside", ""),
     )  # fmt: skip
@@ -71,23 +72,23 @@ def task(name: str) -> source.Code:
     return source.reference(str(FOLDER / "tasks" / f"{name}.py"))
 
 
-def tried(some: Iterable[Entry], setting: Setting, *, seed: int | None = None) -> Iterator[tuple[Entry, Verdict]]:
+def tried(some: Iterable[CorpusEntry], setting: KernelSetting, *, seed: int | None = None) -> Iterator[tuple[CorpusEntry, Verdict]]:
     """Each that can run here, examined without the scan, which is easily evaded; a task is drawn once for all its kernels."""
     known: dict[str, Cases] = {}
     for entry in some:
         if entry.missing(setting):
             continue
         if entry.task not in known:
-            known[entry.task] = prepare(task(entry.task), setting, seed=harness.seed_of(Asked(seed=seed)))
+            known[entry.task] = prepare(task(entry.task), setting, seed=harness.seed_of(HarnessOptions(seed=seed)))
         own = quick(setting) if entry.check == "hang" else setting
-        yield entry, harness.examine(source.candidate(str(entry.path)), known[entry.task], own, Asked(seed=seed, scan=False))
+        yield entry, harness.examine(source.candidate(str(entry.path)), known[entry.task], own, HarnessOptions(seed=seed, scan=False))
 
 
-def quick(setting: Setting) -> Setting:
+def quick(setting: KernelSetting) -> KernelSetting:
     """A few seconds are enough to see that a kernel hangs."""
-    return Setting(device=setting.device, limits=Limits(seconds=SECONDS), environment=setting.environment)
+    return KernelSetting(device=setting.device, limits=KernelLimits(seconds=SECONDS), environment=setting.environment)
 
 
-def as_it_must(entry: Entry, verdict: Verdict) -> bool:
+def as_it_must(entry: CorpusEntry, verdict: Verdict) -> bool:
     expected = "" if entry.check == BASELINE else entry.check
     return verdict.check == expected and verdict.accepted == (not expected)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from foretell.errors import ModelError
 from foretell.tune.verify import sides
-from foretell.tune.verify.calls import raw_of
 from foretell.tune.verify.compare import EPSILON, Errors, errors, torch_of
-from foretell.tune.verify.process import Lost, Raised, Setting
-from foretell.tune.verify.sides import Answer, Question, Side, State
+from foretell.tune.verify.inside.calls import raw_of
+from foretell.tune.verify.process import KernelSetting, Lost, Raised
+from foretell.tune.verify.sides import Answer, KernelCall, ModuleSide, State
 from foretell.tune.verify.source import Code
 from foretell.tune.verify.wire import RawTensor
 
@@ -27,11 +27,11 @@ GRADIENT, SUBSET, MAGNITUDE, SENSITIVITY = "gradient", "subset", "magnitude", "s
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Case:
+class TaskCase:
     """A question and what is right."""
 
     kind: str
-    question: Question
+    question: KernelCall
     eager: Answer
     oracle: Answer
     room: tuple[Errors, ...] = ()
@@ -42,9 +42,9 @@ class Case:
 class Drawer:
     """The reference, twice: as it is and in fp64."""
 
-    def __init__(self, code: Code, setting: Setting, seed: int) -> None:
+    def __init__(self, code: Code, setting: KernelSetting, seed: int) -> None:
         self.code, self.random = code, torch.Generator().manual_seed(seed)
-        self._sides: list[Side] = []
+        self._sides: list[ModuleSide] = []
         try:
             self.eager, self.oracle = (self._side(setting) for _ in range(2))
             self.arguments, self.own = self.inputs()
@@ -55,8 +55,8 @@ class Drawer:
         self.dtype = self._dtype()
         self._wide: dict[State, State] = {}
 
-    def _side(self, setting: Setting) -> Side:
-        self._sides.append(Side(self.code, setting, watched=False))
+    def _side(self, setting: KernelSetting) -> ModuleSide:
+        self._sides.append(ModuleSide(self.code, setting, watched=False))
         return self._sides[-1]
 
     def end(self) -> None:
@@ -79,11 +79,11 @@ class Drawer:
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
-    def wide(self, question: Question) -> Question:
+    def wide(self, question: KernelCall) -> KernelCall:
         state = self._wide.setdefault(question.state, sides.cast_state(question.state, "float64"))
         return sides.in_dtype(question, "float64", state)
 
-    def answered(self, kind: str, question: Question, *, room: bool = False, **about: Any) -> Case | None:
+    def answered(self, kind: str, question: KernelCall, *, room: bool = False, **about: Any) -> TaskCase | None:
         """None where the reference does not take it."""
         try:
             if question.wanted is not None:
@@ -97,16 +97,16 @@ class Drawer:
                 raise ModelError(f"the reference in {self.code.path} lost the device: {error}", "run the file by itself first") from None
             return None
         question = replace(question, freed=tuple(one.nbytes for one in eager.outputs if one is not None))
-        return Case(kind=kind, question=question, eager=eager, oracle=oracle, room=found, about=about)
+        return TaskCase(kind=kind, question=question, eager=eager, oracle=oracle, room=found, about=about)
 
-    def _cotangents(self, question: Question) -> tuple[RawTensor, ...]:
+    def _cotangents(self, question: KernelCall) -> tuple[RawTensor, ...]:
         plain = self.eager.call(replace(question, cotangents=()))
         return tuple(
             raw_of(torch.randn(one.shape, generator=self.random).to(getattr(torch, one.dtype)))
             for one, fact in zip(plain.outputs, plain.facts, strict=True) if one is not None and fact.get("grad")
         )  # fmt: skip
 
-    def _room(self, question: Question, oracle: Answer) -> tuple[Errors, ...]:
+    def _room(self, question: KernelCall, oracle: Answer) -> tuple[Errors, ...]:
         """How far the oracle moves when the inputs move by their own rounding."""
         wide = self.wide(question)
         moved = tuple(
@@ -128,9 +128,9 @@ class Drawer:
 
     # --- drawing --------------------------------------------------------------------------------------------------------
 
-    def question(self, name: str, inputs: Sequence[Any], state: State, **more: Any) -> Question:
+    def question(self, name: str, inputs: Sequence[Any], state: State, **more: Any) -> KernelCall:
         plain: dict[str, Any] = {"arguments": self.arguments, "dtype": None, "seed": self.number()}
-        return Question(name=name, inputs=tuple(inputs), state=state, **{**plain, **more})
+        return KernelCall(name=name, inputs=tuple(inputs), state=state, **{**plain, **more})
 
     def redrawn(self, state: State) -> State:
         """Weights that are neither 0 nor 1: what is constant is spread, everything else is dealt anew."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from foretell.tune.verify import audit, checks, parity, scan, triton_kernels
+from foretell.tune.verify import audit, checks, parity, scan
 from foretell.tune.verify.cases import Cases, prepare
 from foretell.tune.verify.compare import Problem
 from foretell.tune.verify.draw import (
@@ -23,13 +23,23 @@ from foretell.tune.verify.draw import (
     STRIDE,
     SUBSET,
     WEIGHTS,
-    Case,
+    TaskCase,
 )
-from foretell.tune.verify.process import Lost, Raised, Setting
+from foretell.tune.verify.inside import triton_kernels
+from foretell.tune.verify.process import KernelSetting, Lost, Raised
 from foretell.tune.verify.refusal import Refused, Skipped, refuse
-from foretell.tune.verify.sides import Answer, Side, in_guards
+from foretell.tune.verify.sides import Answer, ModuleSide, in_guards
 from foretell.tune.verify.source import Code
-from foretell.tune.verify.types import FAILED, NOT_REACHED, PASSED, SKIPPED, STAGES, Asked, StageResult, Verdict
+from foretell.tune.verify.types import (
+    FAILED,
+    NOT_REACHED,
+    PASSED,
+    SKIPPED,
+    STAGES,
+    HarnessOptions,
+    StageResult,
+    Verdict,
+)
 
 NAMES = {WEIGHTS: "weights", SHAPE: "shapes", FORMAT: "formats", STRIDE: "strides", MAGNITUDE: "magnitudes", SENSITIVITY: "sensitivity",
          GRADIENT: "gradients", SUBSET: "subsets"}  # fmt: skip
@@ -41,18 +51,18 @@ _RENAMED = ("values", "nonfinite", "kind", "gradients")
 Doing = Callable[[str], None]
 
 
-def seed_of(asked: Asked) -> int:
+def seed_of(asked: HarnessOptions) -> int:
     return secrets.randbits(31) if asked.seed is None else asked.seed
 
 
-def verify(candidate: Code, reference: Code, setting: Setting, asked: Asked, *, doing: Doing = lambda _: None) -> Verdict:
+def verify(candidate: Code, reference: Code, setting: KernelSetting, asked: HarnessOptions, *, doing: Doing = lambda _: None) -> Verdict:
     """Run the reference, then the candidate; raises `ModelError` where the reference is at fault."""
     doing("running the reference")
     cases = prepare(reference, setting, seed=seed_of(asked), gradients=asked.gradients)
     return examine(candidate, cases, setting, asked, doing=doing)
 
 
-def examine(candidate: Code, cases: Cases, setting: Setting, asked: Asked, *, doing: Doing = lambda _: None) -> Verdict:
+def examine(candidate: Code, cases: Cases, setting: KernelSetting, asked: HarnessOptions, *, doing: Doing = lambda _: None) -> Verdict:
     """The candidate against what is known of a task."""
     exam = _Examination(candidate, cases, setting, asked)
     results: list[StageResult] = []
@@ -97,8 +107,8 @@ class _Examination:
 
     candidate: Code
     cases: Cases
-    setting: Setting
-    asked: Asked
+    setting: KernelSetting
+    asked: HarnessOptions
     calls: int = 0
     worst: float = 0.0
     bits: str = ""
@@ -112,12 +122,12 @@ class _Examination:
     """Of early calls, by the parent's clock."""
     seen: dict[str, str] = field(default_factory=dict)
     """Digest of outputs → the question that had them."""
-    _side: Side | None = None
+    _side: ModuleSide | None = None
 
     @property
-    def side(self) -> Side:
+    def side(self) -> ModuleSide:
         if self._side is None:
-            self._side = Side(self.candidate, self.setting, watched=True)
+            self._side = ModuleSide(self.candidate, self.setting, watched=True)
         return self._side
 
     def end(self) -> None:
@@ -129,7 +139,7 @@ class _Examination:
 
     # --- asking -----------------------------------------------------------------------------------------------------------
 
-    def ask(self, case: Case, what: str = "call", **how: Any) -> tuple[Answer, Problem | None]:
+    def ask(self, case: TaskCase, what: str = "call", **how: Any) -> tuple[Answer, Problem | None]:
         """One call with guards around the inputs, and what is wrong with its answer."""
         sent = in_guards(case.question)
         answer = self.side.call(sent, what, **how)
@@ -150,7 +160,7 @@ class _Examination:
         held = self.side.again()
         return bool(held) and any(a is not None and b is not None and a.data != b.data for a, b in zip(held[-1], answer.outputs, strict=False))
 
-    def right(self, case: Case) -> bool:
+    def right(self, case: TaskCase) -> bool:
         """Refuse what is wrong; False where the candidate says that it does not do this. By what is varied the check is named."""
         try:
             _, wrong = self.ask(case)
@@ -169,13 +179,13 @@ class _Examination:
         renamed = wrong.check in _RENAMED or (wrong.check, case.kind) == ("cache", WEIGHTS)  # a new module has nothing kept
         raise Refused(NAMES.get(case.kind, wrong.check) if renamed else wrong.check, f"{case.question.name}: {wrong.text}")
 
-    def _other_when_asked_again(self, case: Case) -> bool:
+    def _other_when_asked_again(self, case: TaskCase) -> bool:
         return len({checks.digest_of(self.ask(case)[0]) for _ in range(_ASKED_AGAIN)}) > 1
 
     def every(self, *kinds: str) -> int:
         return sum(self.right(case) for case in self.cases.of(*kinds) if not self._skipped(case))
 
-    def _skipped(self, case: Case) -> bool:
+    def _skipped(self, case: TaskCase) -> bool:
         """Triton's interpreter rounds bf16 otherwise than a GPU does."""
         interpreted = self.launches > 0 and not self.setting.on_gpu
         return interpreted and case.about.get("dtype") == "bfloat16"
@@ -199,7 +209,7 @@ class _Examination:
             raise Skipped("no Triton kernel")
         plain = replace(self.setting, environment={**self.setting.environment, "TRITON_INTERPRET": "0"})
         (own,) = self.cases.of(OWN)
-        with Side(self.candidate, plain, watched=False) as side:
+        with ModuleSide(self.candidate, plain, watched=False) as side:
             answer = side.call(own.question, "kernels", how=triton_kernels.COMPILE, target=self.asked.target)
         self.compiled = [dict(one) for one in answer.launches]
         failed = [one for one in answer.launches if "problem" in one]
@@ -296,7 +306,7 @@ class _Examination:
             raise Skipped("compute-sanitizer is not installed" if self.setting.on_gpu else "of GPU kernels alone")
         (own,) = self.cases.of(OWN)
         words = (tool, "--tool", "memcheck", "--error-exitcode", "99", "--target-processes", "all")
-        with Side(self.candidate, replace(self.setting, before=words), watched=False) as side:
+        with ModuleSide(self.candidate, replace(self.setting, before=words), watched=False) as side:
             side.call(own.question)
             tail = side.process.tail()
         errors = [line for line in tail.splitlines() if "Invalid" in line or ("ERROR SUMMARY" in line and " 0 errors" not in line)]

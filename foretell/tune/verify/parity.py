@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from foretell.tune.verify.cases import Cases
 from foretell.tune.verify.compare import EPSILON, Problem
 from foretell.tune.verify.refusal import Skipped, refuse
-from foretell.tune.verify.sides import Side
-from foretell.tune.verify.types import Asked
+from foretell.tune.verify.sides import ModuleSide
+from foretell.tune.verify.types import HarnessOptions
 from foretell.tune.verify.wire import RawTensor
 
 TIMES = 4.0
@@ -18,7 +18,7 @@ ULPS = 100.0
 """Of the first loss, that are always allowed."""
 
 
-def compared(side: Side, cases: Cases, asked: Asked) -> str:
+def compared(side: ModuleSide, cases: Cases, asked: HarnessOptions) -> str:
     training = cases.training
     if training is None:
         raise Skipped("the reference cannot be trained")

@@ -23,16 +23,16 @@ from foretell.decode import json_of
 from foretell.trace.sandbox.process import TAIL_BYTES
 from foretell.trace.sandbox.server import Forked, Server, import_paths
 from foretell.tune.verify import wire
-from foretell.tune.verify.triton_kernels import installed
-from foretell.tune.verify.wire import Message, RawTensor
+from foretell.tune.verify.inside.triton_kernels import installed
+from foretell.tune.verify.wire import RawTensor, WireMessage
 
-MODULE = "foretell.tune.verify.child"
+MODULE = "foretell.tune.verify.inside.child"
 _QUIET_SECONDS = 1.0
 _INTERPRETED = "TRITON_INTERPRET"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class KernelLimits:
     """What a process that runs a kernel may take."""
 
     seconds: float = 60.0
@@ -49,11 +49,11 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class KernelSetting:
     """Where processes run."""
 
     device: str = "cpu"
-    limits: Limits = field(default_factory=Limits)
+    limits: KernelLimits = field(default_factory=KernelLimits)
     environment: Mapping[str, str] = field(default_factory=dict)
     before: tuple[str, ...] = ()
     """Words before the command: a sanitizer and its options."""
@@ -100,7 +100,7 @@ def _server(environment: Mapping[str, str]) -> Server:
 class KernelProcess:
     """One of them."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: KernelSetting) -> None:
         self.setting = setting
         here, there = socket.socketpair()
         self._connection, self.handle = here, here.fileno()
@@ -138,7 +138,7 @@ class KernelProcess:
 
     def ask(
         self, what: str, content: Mapping[str, Any] | None = None, blobs: Sequence[bytes] = (), seconds: float | None = None
-    ) -> Message:
+    ) -> WireMessage:
         """The answer; raises `Lost`, and `Raised` where the kernel's code did."""
         self._number += 1
         limit = self.setting.limits.seconds if seconds is None else seconds
@@ -154,7 +154,7 @@ class KernelProcess:
         except wire.Malformed as error:
             self.kill()
             raise Lost("protocol", f"the answer to '{what}' is no message of the harness: {error}") from None
-        except wire.Gone:
+        except wire.PeerGone:
             raise Lost("crash", self._how_it_ended(what)) from None
         if found.header.get("number") != self._number:
             self.kill()
@@ -257,7 +257,7 @@ def _below(pid: int) -> list[int]:
     return found
 
 
-def environment_of(setting: Setting) -> dict[str, str]:
+def environment_of(setting: KernelSetting) -> dict[str, str]:
     """Little of the parent's: nothing in it is a secret's, a seed's or a path's."""
     kept = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "CC", "CXX")
     found = {name: os.environ[name] for name in kept if name in os.environ}

@@ -31,12 +31,12 @@ ATTRIBUTES = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class ScanFinding:
     line: int
     text: str
 
 
-def findings(text: str) -> list[Finding]:
+def findings(text: str) -> list[ScanFinding]:
     """In the order of lines."""
     tree = ast.parse(text)
     imported = {
@@ -47,35 +47,35 @@ def findings(text: str) -> list[Finding]:
     return sorted(found, key=lambda one: (one.line, one.text))
 
 
-def _modules(tree: ast.Module) -> Iterator[Finding]:
+def _modules(tree: ast.Module) -> Iterator[ScanFinding]:
     for node in ast.walk(tree):
         names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [node.module]
         for name in names:
             if name.split(".")[0] in MODULES:
-                yield Finding(getattr(node, "lineno", 0), f"imports {name}, which {MODULES[name.split('.')[0]]}")
+                yield ScanFinding(getattr(node, "lineno", 0), f"imports {name}, which {MODULES[name.split('.')[0]]}")
 
 
-def _calls(tree: ast.Module) -> Iterator[Finding]:
+def _calls(tree: ast.Module) -> Iterator[ScanFinding]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CALLS:
-            yield Finding(node.lineno, f"calls {node.func.id}, which {CALLS[node.func.id]}")
+            yield ScanFinding(node.lineno, f"calls {node.func.id}, which {CALLS[node.func.id]}")
         elif isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES:
-            yield Finding(node.lineno, f"uses {node.attr}, which {ATTRIBUTES[node.attr]}")
+            yield ScanFinding(node.lineno, f"uses {node.attr}, which {ATTRIBUTES[node.attr]}")
 
 
-def _replaced(tree: ast.Module, imported: set[str]) -> Iterator[Finding]:
+def _replaced(tree: ast.Module, imported: set[str]) -> Iterator[ScanFinding]:
     """`torch.allclose = ...`, `setattr(torch, ...)`."""
     for node in ast.walk(tree):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else []
         for target in targets:
             root = _root(target)
             if isinstance(target, ast.Attribute) and root in imported:
-                yield Finding(target.lineno, f"assigns to {ast.unparse(target)}, which is not its own")
+                yield ScanFinding(target.lineno, f"assigns to {ast.unparse(target)}, which is not its own")
         called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args else ""
         if isinstance(node, ast.Call) and called in ("setattr", "delattr") and _root(node.args[0]) in imported:
-            yield Finding(node.lineno, f"{called} on {ast.unparse(node.args[0])}, which is not its own")
+            yield ScanFinding(node.lineno, f"{called} on {ast.unparse(node.args[0])}, which is not its own")
 
 
 def _root(node: ast.expr) -> str:
@@ -84,10 +84,10 @@ def _root(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _fallbacks(tree: ast.Module) -> Iterator[Finding]:
+def _fallbacks(tree: ast.Module) -> Iterator[ScanFinding]:
     """`try` inside a function: what fails is answered by something else."""
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             for node in ast.walk(function):
                 if isinstance(node, ast.Try) and node.handlers:
-                    yield Finding(node.lineno, f"has a try in {function.name}: what fails there is answered by something else")
+                    yield ScanFinding(node.lineno, f"has a try in {function.name}: what fails there is answered by something else")

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from foretell.tune.verify.calls import raw_of
 from foretell.tune.verify.compare import torch_of
-from foretell.tune.verify.process import KernelProcess, Lost, Setting, packed, unpacked
+from foretell.tune.verify.inside.calls import raw_of
+from foretell.tune.verify.process import KernelProcess, KernelSetting, Lost, packed, unpacked
 from foretell.tune.verify.source import Code
 from foretell.tune.verify.wire import BYTES, RawTensor
 
@@ -40,7 +40,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Question:
+class KernelCall:
     """One call."""
 
     name: str
@@ -73,10 +73,10 @@ class Answer:
     launches: Sequence[Mapping[str, Any]] = field(default=())
 
 
-class Side:
+class ModuleSide:
     """A module of a file in a process of its own; it is made again only where another one is asked for."""
 
-    def __init__(self, code: Code, setting: Setting, *, watched: bool) -> None:
+    def __init__(self, code: Code, setting: KernelSetting, *, watched: bool) -> None:
         self.process = KernelProcess(setting)
         self.code, self.calls = code, 0
         self._made: tuple[Any, ...] | None = None
@@ -103,7 +103,7 @@ class Side:
         found = self.process.ask("state")
         return state_of(found.header["state"], found.blobs)
 
-    def settle(self, question: Question) -> None:
+    def settle(self, question: KernelCall) -> None:
         """The module that the question is about, with its state."""
         if self._made != (tuple(map(repr, question.arguments)), question.dtype):
             self.make(question.arguments, question.dtype)
@@ -112,7 +112,7 @@ class Side:
             self.process.ask("set_state", {"state": specs}, [raw.data for raw in question.state.tensors.values()])
             self._state = question.state
 
-    def call(self, question: Question, what: str = "call", **how: Any) -> Answer:
+    def call(self, question: KernelCall, what: str = "call", **how: Any) -> Answer:
         self.settle(question)
         content, blobs = content_of(question)
         self.calls += 1
@@ -121,7 +121,7 @@ class Side:
         found = self.process.ask(what, {**content, **how, "freed": list(question.freed)}, blobs, seconds)
         return answer_of(found.header, found.blobs)
 
-    def ops(self, question: Question) -> list[str]:
+    def ops(self, question: KernelCall) -> list[str]:
         self.settle(question)
         content, blobs = content_of(question)
         return [str(one) for one in self.process.ask("ops", content, blobs).header["ops"]]
@@ -136,14 +136,14 @@ class Side:
     def end(self) -> None:
         self.process.end()
 
-    def __enter__(self) -> Side:
+    def __enter__(self) -> ModuleSide:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.end()
 
 
-def content_of(question: Question) -> tuple[dict[str, Any], list[bytes]]:
+def content_of(question: KernelCall) -> tuple[dict[str, Any], list[bytes]]:
     specs, blobs = packed(question.inputs)
     content: dict[str, Any] = {"inputs": specs, "seed": question.seed, "grad_mode": question.grad_mode}
     if question.wanted is not None:
@@ -197,7 +197,7 @@ def cast_state(state: State, dtype: str) -> State:
     return State({name: cast(raw, dtype) for name, raw in state.tensors.items()}, state.parameters)
 
 
-def in_dtype(question: Question, dtype: str, state: State) -> Question:
+def in_dtype(question: KernelCall, dtype: str, state: State) -> KernelCall:
     """The question in another format throughout; `state` is its state in that one."""
     inputs = tuple(cast(one, dtype) if isinstance(one, RawTensor) else one for one in question.inputs)
     return replace(question, dtype=dtype, inputs=inputs, state=state, cotangents=tuple(cast(one, dtype) for one in question.cotangents))
@@ -212,5 +212,5 @@ def guarded(raw: RawTensor) -> RawTensor:
     return RawTensor(raw.dtype, raw.shape, raw.stride, raw.offset + GUARD, band + raw.data + band)
 
 
-def in_guards(question: Question) -> Question:
+def in_guards(question: KernelCall) -> KernelCall:
     return replace(question, inputs=tuple(guarded(one) if isinstance(one, RawTensor) else one for one in question.inputs))

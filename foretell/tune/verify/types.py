@@ -54,7 +54,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class HarnessOptions:
     """How a kernel is verified."""
 
     seed: int | None = None

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from foretell.tune.verify import sides
-from foretell.tune.verify.calls import raw_of
 from foretell.tune.verify.compare import torch_of
 from foretell.tune.verify.draw import (
     FORMAT,
@@ -21,9 +20,10 @@ from foretell.tune.verify.draw import (
     SENSITIVITY,
     SHAPE,
     STRIDE,
-    Case,
     Drawer,
+    TaskCase,
 )
+from foretell.tune.verify.inside.calls import raw_of
 from foretell.tune.verify.process import Raised
 from foretell.tune.verify.sides import State
 from foretell.tune.verify.wire import RawTensor
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     Values = Callable[[Tensor], Tensor]
 
 
-def shapes(drawer: Drawer, state: State) -> Iterator[Case | None]:
+def shapes(drawer: Drawer, state: State) -> Iterator[TaskCase | None]:
     """Every size of the inputs in turn: odd, larger and odd, one, none. Where the constructor was given that number too, with it."""
     floats = [one for one in drawer.own if isinstance(one, RawTensor) and one.is_float]
     sizes = list(dict.fromkeys(size for one in floats for size in one.shape if size > 1))[:4]
@@ -56,7 +56,7 @@ def _resized(drawer: Drawer, size: int, other: int) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _with_arguments(drawer: Drawer, state: State, inputs: tuple[Any, ...], size: int, other: int) -> Case | None:
+def _with_arguments(drawer: Drawer, state: State, inputs: tuple[Any, ...], size: int, other: int) -> TaskCase | None:
     """What the constructor was told goes with the inputs: a size of one would else be taken where it is spread over a weight."""
     name = f"size {other} in place of {size}"
     arguments = _replaced(list(drawer.arguments), size, other)
@@ -75,7 +75,7 @@ def _replaced(value: Any, size: int, other: int) -> Any:
     return other if type(value) is int and value == size else value
 
 
-def formats(drawer: Drawer, state: State) -> Iterator[Case | None]:
+def formats(drawer: Drawer, state: State) -> Iterator[TaskCase | None]:
     """The other two of fp32, bf16 and fp16, weights and inputs alike."""
     inputs = drawer.inputs()[1]
     for dtype in FORMATS:
@@ -84,7 +84,7 @@ def formats(drawer: Drawer, state: State) -> Iterator[Case | None]:
             yield drawer.answered(FORMAT, sides.in_dtype(question, dtype, sides.cast_state(state, dtype)), dtype=dtype)
 
 
-def strides(drawer: Drawer, state: State) -> Iterator[Case | None]:
+def strides(drawer: Drawer, state: State) -> Iterator[TaskCase | None]:
     """The same values laid out otherwise."""
     inputs = drawer.inputs()[1]
     for name, laid in (("transposed in memory", _transposed), ("with gaps between rows", _sliced), ("from an odd offset", _offset)):
@@ -126,7 +126,7 @@ def _offset(raw: RawTensor) -> RawTensor:
 # ---------------------------------------------------------------- magnitudes
 
 
-def magnitudes(drawer: Drawer, state: State) -> Iterator[Case | None]:
+def magnitudes(drawer: Drawer, state: State) -> Iterator[TaskCase | None]:
     """Large, small, mixed, shifted, constant and spiked inputs, in the task's format."""
     large = 100.0 if drawer.dtype == "float16" else 1e4
     changes: dict[str, Values] = {
@@ -153,7 +153,7 @@ def _uniform(drawer: Drawer, like: Tensor, low: float, high: float) -> Tensor:
 # ---------------------------------------------------------------- each input alone
 
 
-def one_by_one(drawer: Drawer, state: State) -> Iterator[Case | None]:
+def one_by_one(drawer: Drawer, state: State) -> Iterator[TaskCase | None]:
     """One input is drawn anew and stretched, all others stay: what nobody reads does not show otherwise."""
     base = drawer.inputs()[1]
     yield drawer.answered(SENSITIVITY, drawer.question("before an input is changed", base, state))

@@ -72,7 +72,7 @@ def _counts(values: Any) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Message:
+class WireMessage:
     header: dict[str, Any]
     blobs: tuple[bytes, ...]
 
@@ -81,7 +81,7 @@ class Malformed(ValueError):
     """Bytes that are no message."""
 
 
-class Gone(Exception):
+class PeerGone(Exception):
     """The other side closed."""
 
 
@@ -91,7 +91,7 @@ def encode(header: Mapping[str, Any], blobs: Sequence[bytes | memoryview] = ()) 
 
 
 def write(handle: int, header: Mapping[str, Any], blobs: Sequence[bytes | memoryview] = (), until: float = math.inf) -> None:
-    """Raises `TimeoutError` where the other side does not take it before `until`, and `Gone`."""
+    """Raises `TimeoutError` where the other side does not take it before `until`, and `PeerGone`."""
     for part in (encode(header, blobs), *blobs):
         left = memoryview(part)
         while left:
@@ -99,11 +99,11 @@ def write(handle: int, header: Mapping[str, Any], blobs: Sequence[bytes | memory
             try:
                 left = left[os.write(handle, left[:_PIECE]) :]
             except (BrokenPipeError, ConnectionError):
-                raise Gone from None
+                raise PeerGone from None
 
 
-def read(handle: int, until: float = math.inf, most_bytes: int = 1 << 36) -> Message:
-    """The next message; raises `TimeoutError`, `Gone` and `Malformed`."""
+def read(handle: int, until: float = math.inf, most_bytes: int = 1 << 36) -> WireMessage:
+    """The next message; raises `TimeoutError`, `PeerGone` and `Malformed`."""
     length = int.from_bytes(_exactly(handle, _LENGTH, until), "big")
     if length > _MOST_HEADER:
         raise Malformed(f"a header of {length} bytes")
@@ -114,7 +114,7 @@ def read(handle: int, until: float = math.inf, most_bytes: int = 1 << 36) -> Mes
         raise Malformed(f"a header that cannot be read: {error}") from None
     if sum(lengths) > most_bytes:
         raise Malformed(f"{sum(lengths)} bytes, and at most {most_bytes} were asked for")
-    return Message(header, tuple(_exactly(handle, length, until) for length in lengths))
+    return WireMessage(header, tuple(_exactly(handle, length, until) for length in lengths))
 
 
 def _exactly(handle: int, count: int, until: float) -> bytes:
@@ -126,7 +126,7 @@ def _exactly(handle: int, count: int, until: float) -> bytes:
         except ConnectionError:
             more = b""
         if not more:
-            raise Gone
+            raise PeerGone
         content += more
     return bytes(content)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foretell.tune.verify.calls import outputs_of, tensor_of
+from foretell.tune.verify.inside.calls import outputs_of, tensor_of
 from foretell.tune.verify.wire import RawTensor
 
 

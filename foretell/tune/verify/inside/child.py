@@ -1,4 +1,4 @@
-"""A process that runs one file's module: `python -m foretell.tune.verify.child`, forked where a server is (`process.py`).
+"""A process that runs one file's module: `python -m foretell.tune.verify.inside.child`, forked where a server is (`process.py`).
 
     parent ── a command and raw bytes on a socket ──►  this
            ◄── a reply and raw bytes ───────────────
@@ -19,15 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foretell.tune.verify import confine, loops, training, triton_kernels, watching, wire
-from foretell.tune.verify.calls import Caller, outputs_of, raw_of
+from foretell.tune.verify import wire
+from foretell.tune.verify.inside import confine, loops, training, triton_kernels, watching
+from foretell.tune.verify.inside.calls import Caller, outputs_of, raw_of
 
-PRELOAD = ("foretell.tune.verify.child", "numpy", watching.LAZY)
+PRELOAD = ("foretell.tune.verify.inside.child", "numpy", watching.LAZY)
 Reply = tuple[dict[str, Any], list[bytes]]
 _write, _read = wire.write, wire.read
 
 
-class Worker:
+class KernelWorker:
     """Commands by name."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -145,13 +146,13 @@ class Worker:
 
 def serve(handle: int, settings: Mapping[str, Any]) -> None:
     torch.set_num_threads(settings["threads"])
-    worker = Worker(settings)
+    worker = KernelWorker(settings)
     if settings.get("memory_share") and settings["device"] != "cpu":
         torch.cuda.set_per_process_memory_fraction(settings["memory_share"])
     while True:
         try:
             message = _read(handle)
-        except wire.Gone:
+        except wire.PeerGone:
             return
         header = message.header
         try:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretell.tune.verify.calls import Caller, outputs_of, raw_of, synchronize, tensor_of
+from foretell.tune.verify.inside.calls import Caller, outputs_of, raw_of, synchronize, tensor_of
 from foretell.tune.verify.wire import RawTensor
 
 _graph, _capture, _clone, _roll = torch.cuda.CUDAGraph, torch.cuda.graph, torch.clone, torch.roll
