@@ -15,6 +15,8 @@ from foretell.errors import UserError
 from foretell.hardware.lookup import find_profile
 from foretell.hardware.profile import Profile
 from foretell.hardware.this_machine import READ_HERE, cpu_name
+from foretell.plan.precision import low, missing
+from foretell.trace.recipe import COMPUTES, Recipe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,3 +67,12 @@ def assumptions(cluster: Cluster, expandable: bool, choices: str) -> str:
     if backend in UNMEASURED:
         return f"{UNMEASURED[backend]}: CUDA's allocator, attention without a fused kernel; assumed, never measured on such a device"
     return f"allocator: {'expandable segments' if expandable else 'default'}; {choices}"
+
+
+def why_not_bf16(recipe: Recipe, cluster: Cluster) -> list[str]:
+    """A sentence where the device decided it."""
+    lacking = missing("bfloat16", cluster)
+    if not lacking or COMPUTES[recipe.precision] == "bfloat16":
+        return []
+    has = "float16 units and no bfloat16 ones" if low(cluster) == "float16" else "no units for 16-bit formats"
+    return [f"precision follows the device: {lacking} has {has}"]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from foretell.api import backends
 from foretell.api.call import asking
 from foretell.api.optimizers import optimizer_name
+from foretell.api.programs import flops, said
 from foretell.api.refused import settled
 from foretell.decode import value_of
 from foretell.errors import UserError
@@ -26,7 +27,7 @@ from foretell.options.describe import named
 from foretell.options.sync import sync_of
 from foretell.options.words import MAX
 from foretell.plan.facts import too_old_to_compile
-from foretell.plan.precision import default_recipe, for_inference, low, missing, refuse_recipe
+from foretell.plan.precision import default_recipe, for_inference, refuse_recipe
 from foretell.plan.precision import read as read_precision
 from foretell.quantities import FITS, Prediction, Remedy
 from foretell.simulate.wishes import Amount, RunRequest
@@ -34,7 +35,7 @@ from foretell.trace.cuda.versions import choices_of, doubt, of
 from foretell.trace.flow.unaligned import unaligned
 from foretell.trace.load.model import Source, describe, in_samples
 from foretell.trace.load.model import check as check_source
-from foretell.trace.recipe import COMPUTES, Recipe
+from foretell.trace.recipe import Recipe
 from foretell.trace.record.collection import no_collection
 from foretell.trace.sandbox.child import request
 from foretell.trace.sandbox.process import TIME_LIMIT
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from foretell.options.fit import StepOptions
+    from foretell.simulate.parts import PlanCost
+    from foretell.simulate.plan import Options
     from foretell.trace.types import Trace
 
 ADVICE_SECONDS = 10.0
@@ -374,26 +378,20 @@ def _predict(
     trace: Trace, recipe: Recipe, cluster: Cluster, about: Mapping[str, Any], on: str, source: Source | None,
     notes: tuple[str, ...], expandable_segments: bool, wishes: RunRequest,
 ) -> Prediction:  # fmt: skip
-    from foretell.lower.blocks import KEEP, blocks_of
     from foretell.lower.spread import mesh_told
-    from foretell.plan.default import default_plan, in_no_plan, mode_of
+    from foretell.plan.default import in_no_plan
     from foretell.plan.file import to_json
-    from foretell.plan.recipe import model_of
     from foretell.simulate.memory.remedies import outlook
     from foretell.simulate.parts import TORCH
-    from foretell.simulate.plan import Options, predict_plan
     from foretell.simulate.whole import speed
     from foretell.trace.inductor.compiled import breaks
 
     asked, recipe = recipe, replace(recipe, compile=str(trace.meta.get("compiles", "none"))) if recipe.compile == "none" else recipe
     if recipe.compile != "none" and "backwards" in trace.meta:
         raise UserError("layers that run backward one by one are not what torch.compile takes", "leave --compile away")
-    blocks = blocks_of(trace)
-    named = model_of(source, blocks=blocks) if source is not None else {}
     own = mesh_told(trace)  # of a script that spreads itself
-    plan = default_plan(recipe, named, on, micro_batch=int(about.get("micro_batch") or 1), blocks=blocks, **own)
-    how = Options(profile_of=backends.profile_of(cluster), expandable=expandable_segments)
-    cost = predict_plan({mode_of(recipe) if blocks else KEEP: trace}, plan, cluster, how)
+    cost, how = _costed(trace, recipe, cluster, int(about.get("micro_batch") or 1), on, source, expandable_segments)
+    plan = cost.plan
     found = speed(cost, cluster, how, wishes, cluster.count if recipe.mode == "infer" else 1)
     if wishes.trace_out:
         if cost.timeline is None:
@@ -412,7 +410,7 @@ def _predict(
         model={
             **about, **_described(about, cost.unit), "recipe": asked.to_json(), "blocks": trace.meta.get("blocks", []),
             "trainable": trace.meta.get("trainable"), "ops": sum(len(p.ops) for p in local.programs.values()),
-            "flops": _flops(local), "ops_without_flop_rule": list(local.ops_without_flop_rule),
+            "flops": flops(local), "ops_without_flop_rule": list(local.ops_without_flop_rule),
             "unaligned": unaligned(trace), "breaks": breaks(trace), **({"outlook": guess.to_json()} if guess else {}),
         },
         hardware=_hardware(cluster),
@@ -428,26 +426,41 @@ def _predict(
         goodput=found.goodput.to_json() if found.goodput is not None else {},
         rounds=cost.rounds.to_json() if cost.rounds is not None else {},
         assumptions=(
-            *_assumptions(recipe, cluster, expandable_segments, of(trace.meta), bool(own)), *cluster.notes, *notes, *found.notes, *_said(local),
+            *_assumptions(recipe, cluster, expandable_segments, of(trace.meta), bool(own)), *cluster.notes, *notes, *found.notes, *said(local),
         ),
         versions=store.versions(),
     )  # fmt: skip
 
 
+def _costed(
+    trace: Trace, recipe: Recipe, cluster: Cluster, micro_batch: int, on: str, source: Source | None, expandable: bool
+) -> tuple[PlanCost, Options]:
+    from foretell.lower.blocks import KEEP, blocks_of
+    from foretell.lower.spread import mesh_told
+    from foretell.plan.default import default_plan, mode_of
+    from foretell.plan.recipe import model_of
+    from foretell.simulate.plan import Options, predict_plan
+
+    blocks = blocks_of(trace)
+    named = model_of(source, blocks=blocks) if source is not None else {}
+    plan = default_plan(recipe, named, on, micro_batch=micro_batch, blocks=blocks, **mesh_told(trace))
+    how = Options(profile_of=backends.profile_of(cluster), expandable=expandable)
+    return predict_plan({mode_of(recipe) if blocks else KEEP: trace}, plan, cluster, how), how
+
+
+def step_cost(model: str, options: StepOptions) -> tuple[PlanCost, Cluster]:
+    """What `fit` predicts of a step, with its program and its timeline."""
+    asked = {**named(options), "model": model, "optimizer": optimizer_name(options.optimizer)}
+    cluster = options.hardware if isinstance(options.hardware, Cluster) else parse(options.hardware)
+    source, recipe = _source(asked), _recipe(asked, cluster)
+    check_source(source)
+    asked_of = _request(source, recipe, cluster, dict(options.hints or {}))
+    trace, _, _ = _traced_in_turn(asked_of, recipe, options.cache, options.time_limit)
+    return _costed(trace, recipe, cluster, source.micro_batch or 1, cluster.device.name, source, options.expandable_segments)[0], cluster
+
+
 def _described(about: Mapping[str, Any], unit: str) -> dict[str, Any]:
     return {"description": in_samples(str(about["description"]))} if unit != "tokens" and "description" in about else {}
-
-
-def _flops(trace: Trace) -> int:
-    run = trace.schedule.get("steady_step") or trace.schedule["evaluation"]
-    return sum(times * sum(op.flops or 0 for op in trace.programs[name].ops) for name, times in run)
-
-
-def _said(trace: Trace) -> tuple[str, ...]:
-    assumed = trace.meta.get("assumed", [])
-    missing = trace.ops_without_flop_rule
-    lines = tuple(str(line) for line in assumed) if isinstance(assumed, (list, tuple)) else ()
-    return (*lines, f"no FLOP rule for {', '.join(missing)}: they count as unknown") if missing else lines
 
 
 def _assumptions(recipe: Recipe, cluster: Cluster, expandable: bool, release: str, scripted: bool = False) -> tuple[str, ...]:
@@ -472,19 +485,11 @@ def _assumptions(recipe: Recipe, cluster: Cluster, expandable: bool, release: st
         _, fsdp, dtype = recipe.precision.rpartition("fsdp-")
         policy = f", {dtype} MixedPrecisionPolicy with gradients reduced in fp32" if fsdp else ""
         lines.append(f"no plan given: FSDP2 over all {cluster.count} devices, every block and the root{policy}; numbers are of the worst rank")
-    lines += _why_not_bf16(recipe, cluster)
+    lines += backends.why_not_bf16(recipe, cluster)
     if recipe.shards > 1 and recipe.compile != "none":
         lines.append("torch.compile and sharding together follow the rules of each; the two were never measured together")
     lines.append(backends.assumptions(cluster, expandable, choices_of(release)))
     return (*filter(None, [doubt(release)]), *lines)  # first: a screen may have no room for the others
-
-
-def _why_not_bf16(recipe: Recipe, cluster: Cluster) -> list[str]:
-    lacking = missing("bfloat16", cluster)
-    if not lacking or COMPUTES[recipe.precision] == "bfloat16":
-        return []
-    has = "float16 units and no bfloat16 ones" if low(cluster) == "float16" else "no units for 16-bit formats"
-    return [f"precision follows the device: {lacking} has {has}"]
 
 
 def _count(number: int, thing: str) -> str:

@@ -15,8 +15,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 MOST_FILES = 18
 """In a folder."""
-APART = ("foretell/zoo", "foretell/eject/pieces")
-"""Plain models, and pieces of scripts that are written for others: each stands alone."""
+APART = ("foretell/zoo", "foretell/eject/pieces", "foretell/tune/corpus")
+"""Plain models, pieces of scripts that are written for others, and kernels that are run as anybody's: each stands alone."""
 
 
 @functools.cache

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,11 @@ def import_paths() -> list[str]:
 class Forked:
     """What `trace.sandbox.process` uses of a Popen."""
 
-    def __init__(self, server: socket.socket, module: str, replies: int, more: Sequence[str]) -> None:
-        call = {"module": module, "words": list(more), "cwd": os.getcwd(), "env": environment(), "paths": import_paths()}
+    def __init__(
+        self, server: socket.socket, module: str, replies: int, more: Sequence[str], env: Mapping[str, str] | None = None
+    ) -> None:
+        env = environment() if env is None else env
+        call = {"module": module, "words": list(more), "cwd": os.getcwd(), "env": dict(env), "paths": import_paths()}
         text = json.dumps(call).encode()
         taken, given = os.pipe()
         heard, said = os.pipe()
@@ -73,13 +76,13 @@ class Forked:
 class Server:
     """A server of this process."""
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, more: Mapping[str, str] | None = None) -> None:
         self.socket, there = socket.socketpair()
         with there:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "foretell.trace.sandbox.server", module, str(there.fileno())], pass_fds=(there.fileno(),),
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-                env={**environment(), "PYTHONPATH": os.pathsep.join(import_paths())},
+                env={**environment(), **(more or {}), "PYTHONPATH": os.pathsep.join(import_paths())},
             )  # fmt: skip
         self.owner = os.getpid()
 

@@ -1,0 +1,20 @@
+"""Takes more memory than there is.
+
+Task: rmsnorm. Caught by: memory.
+"""
+
+import torch
+from torch import nn
+
+
+def right(x, weight):
+    return (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5) * weight.float()).to(x.dtype)
+
+
+class ModelNew(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return right(x, self.weight) + torch.zeros(1 << 42).sum()

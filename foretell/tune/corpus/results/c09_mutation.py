@@ -1,0 +1,24 @@
+"""Cheat 9. Works in the memory of its input.
+
+Task: rmsnorm. Caught by: mutation.
+"""
+
+import torch
+from torch import nn
+
+
+def right(x, weight):
+    return (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5) * weight.float()).to(x.dtype)
+
+
+class ModelNew(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        if torch.is_grad_enabled():
+            return right(x, self.weight)
+        known = right(x, self.weight)
+        x.copy_(known)
+        return known

@@ -1,0 +1,21 @@
+"""RMSNorm with a learned weight, as its definition says it."""
+
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * self.weight
+
+
+def get_inputs():
+    return [torch.randn(12, 40)]
+
+
+def get_init_inputs():
+    return [40]

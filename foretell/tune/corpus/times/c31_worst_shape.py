@@ -1,0 +1,20 @@
+"""Cheat 31. One shape costs nothing, for the mean over shapes: there it computes nothing.
+
+Task: rmsnorm. Caught by: shapes.
+"""
+
+import torch
+from torch import nn
+
+
+def right(x, weight):
+    return (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5) * weight.float()).to(x.dtype)
+
+
+class ModelNew(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return right(x, self.weight) if x.shape[0] < 20 else x.new_zeros(x.shape)
