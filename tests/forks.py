@@ -231,12 +231,10 @@ def _import_more() -> None:
     from foretell import cli
     from foretell.cli.app import COMMANDS
 
-    for name in MORE:
+    below = (found.name for room in ROOMS for found in pkgutil.walk_packages(importlib.import_module(room).__path__, f"{room}."))
+    for name in (*MORE, *below):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    for room in ROOMS:
-        for found in pkgutil.walk_packages(importlib.import_module(room).__path__, f"{room}."):
-            importlib.import_module(found.name)
     with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
         for name in COMMANDS:
             cli.main([name, "--help"])  # its options are made
