@@ -56,7 +56,10 @@ MORE = (
     "torch._dynamo.backends.debugging", "torch._functorch.partitioners", "torch._inductor.lowering", "networkx", "pydantic", "typer._adapters",
 )  # fmt: skip
 """What commands, ranks and their first compilation import; a name that is not there is left out."""
-ROOMS = tuple(f"foretell.{name}" for name in ("cli", "report", "search", "price", "simulate", "lower", "plan", "api", "checkpoint", "runtime"))
+ROOMS = tuple(
+    f"foretell.{name}" for name in
+    ("cli", "report", "search", "price", "simulate", "lower", "plan", "api", "checkpoint", "runtime", "serve")
+)  # fmt: skip
 """With all their modules: commands import them late."""
 _real, _ready = process._started, server.ready
 _base: list[str] = []
