@@ -197,7 +197,8 @@ TINY = {"layers": 2, "dim": 32, "heads": 2, "context": 16, "vocab_size": 257, "d
 TRAINED = Plan(
     model={"model": "gpt-tiny", "overrides": TINY, "seq": 16}, hardware="CPU", micro_batch=2, accumulate=2, precision="fp32"
 )
-SETTINGS: dict[str, Any] = {"steps": 2, "data": str(Path(json.__file__).parent), "lr": 1e-2, "schedule": "constant", "warmup": 0}
+SETTINGS: dict[str, Any] = {"steps": 2, "data": str(Path(json.__file__).parent), "lr": 1e-2, "schedule": "constant", "warmup": 0,
+                            "eval_batches": 2}  # fmt: skip
 
 
 class Silent:
