@@ -18,6 +18,7 @@ import gc
 import importlib
 import json
 import os
+import pkgutil
 import runpy
 import selectors
 import signal
@@ -36,12 +37,14 @@ from typing import Any
 from unittest import mock
 
 from foretell.runtime.process import child, launch
-from foretell.runtime.process.supervise import keep
+from foretell.runtime.process.supervise import keep, standby
 from foretell.trace.sandbox import process, server
 
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "FORETELL_TEST_FORKS"
 """The folder of its sockets, in the environment."""
+OWN_STANDBY = "FORETELL_TEST_OWN_STANDBY"
+"""In the environment of a command whose standby imports torch itself, as for a user."""
 TRACES, COMMANDS, RANKS = "traces", "commands", "ranks"
 MODULES = ("foretell.search.traces.child", "foretell.trace.script.child")
 MORE = (
@@ -50,9 +53,14 @@ MORE = (
     "foretell.runtime.process.pool", "foretell.runtime.offload.attach", "foretell.runtime.box", "foretell.runtime.process.launch",
     "foretell.zoo.language.gpt", "foretell.zoo.language.llama", "pytest", "transformers.models.qwen2.modeling_qwen2",
     "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.tensor.experimental", "torch.distributed.pipelining",
-    "torch._dynamo.backends.debugging", "torch._functorch.partitioners", "torch._inductor.lowering", "networkx",
+    "torch._dynamo.backends.debugging", "torch._functorch.partitioners", "torch._inductor.lowering", "networkx", "pydantic", "typer._adapters",
 )  # fmt: skip
 """What commands, ranks and their first compilation import; a name that is not there is left out."""
+ROOMS = tuple(
+    f"foretell.{name}" for name in
+    ("cli", "report", "search", "price", "simulate", "lower", "plan", "api", "checkpoint", "runtime", "serve")
+)  # fmt: skip
+"""With all their modules: commands import them late."""
 _real, _ready = process._started, server.ready
 _base: list[str] = []
 """Import paths without those of requests."""
@@ -211,7 +219,9 @@ def main() -> None:
         gc.freeze()
         _fork_server_of_ranks(doors[RANKS])
         install()
-        launch.subprocess = child.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _Forking})  # type: ignore[assignment]
+        launch.subprocess = child.subprocess = standby.subprocess = SimpleNamespace(  # type: ignore[assignment]
+            **{**vars(subprocess), "Popen": _Forking}
+        )
         _serve_commands(_door(doors[COMMANDS]))
     with _door(doors[TRACES]) as door:
         while True:
@@ -222,12 +232,16 @@ def main() -> None:
 
 def _import_more() -> None:
     from foretell import cli
+    from foretell.cli.app import COMMANDS
 
-    for name in MORE:
+    below = (found.name for room in ROOMS for found in pkgutil.walk_packages(importlib.import_module(room).__path__, f"{room}."))
+    for name in (*MORE, *below):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
-        cli.main(["fit", "nope", "--on", "H100"])  # whatever a command imports is there then
+        for name in COMMANDS:
+            cli.main([name, "--help"])  # its options are made
+        cli.main(["fit", "nope", "--on", "H100"])
 
 
 def _trace_once() -> None:
@@ -303,12 +317,20 @@ def _forked(connection: socket.socket) -> int:
 # --- who is forked ----------------------------------------------------------------------------------------------------
 
 
+_PROGRAMS = {
+    "foretell": "",
+    standby.__name__: f"import runpy\nfrom {standby.__name__} import main\nmain()\nrunpy.run_module('foretell', run_name='__main__', alter_sys=True)",
+}
+"""What may be forked: modules that `foretell` starts, and what they do where they are not foretell itself."""
+
+
 class _Forking(subprocess.Popen):  # type: ignore[type-arg]
-    """What `foretell` starts as another `python -m foretell` is forked, as a child of its own; anything else is started."""
+    """What `foretell` starts as another `python -m foretell` or as a standby is forked, as a child of its own; anything else is started."""
 
     def _execute_child(self, *given: Any) -> None:
         args, _, preexec, _, kept, cwd, env, _, _, _, stdin, _, stdout, _, stderr, _, *_, session, _ = given
-        if list(args[1:3]) != ["-m", "foretell"]:
+        code = _PROGRAMS.get(args[2]) if args[1] == "-m" else None
+        if code is None or (code and OWN_STANDBY in os.environ):
             super()._execute_child(*given)  # type: ignore[misc]
             return
         self.pid = os.fork()
@@ -318,7 +340,7 @@ class _Forking(subprocess.Popen):  # type: ignore[type-arg]
             if preexec is not None:
                 preexec()
             streams = [mine if mine >= 0 else number for number, mine in enumerate((stdin, stdout, stderr))]
-            become(args[3:], env or os.environ, streams, kept=kept, cwd=cwd or os.getcwd())
+            become(args[3:], env or os.environ, streams, kept=kept, cwd=cwd or os.getcwd(), code=code)
         self._child_created = True
         for handle in {stdin, stdout, stderr} - {-1}:
             os.close(handle)

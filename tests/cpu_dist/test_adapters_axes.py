@@ -70,6 +70,7 @@ def test_rows_of_b_and_columns_of_a_are_split(ranks: Ranks) -> None:
         assert found[0][f"blocks.0.{name}.lora_A"] == (4, inputs // 2) and found[0][f"blocks.0.{name}.lora_B"] == (32, 4)
 
 
+@pytest.mark.slow(reason="adapters go on on other ranks in test_adapters.py, and each layout computes what one process computes above")
 def test_a_run_goes_on_in_any_layout(ranks: Ranks, tmp_path: Path) -> None:
     """One process, stages, tensors, positions: a checkpoint of each is resumed by the next, and the losses are those of one process."""
     source = Source(model="llama-tiny", overrides={**TEXT, "vocab_size": 256, "kv_heads": 2, "ffn": 64}, micro_batch=2)

@@ -27,11 +27,12 @@ print(json.dumps([found.step, found.checkpoint is None]))
 
 
 def test_a_run_is_the_commands_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = foretell.run(PLAN, steps=STEPS, data=str(TEXT), lr=1e-2, out=str(tmp_path / "api"), device="cpu", save_every=2)
+    found = foretell.run(PLAN, steps=STEPS, data=str(TEXT), lr=1e-2, out=str(tmp_path / "api"), device="cpu", save_every=2, eval_batches=2)
     assert found.status == "done" and found.step == STEPS and found.checkpoint is not None
     assert found.measurement is not None and found.measurement["step_seconds"] > 0
     file.write(PLAN, tmp_path / "plan.json")
-    words = ["run", str(tmp_path / "plan.json"), "--steps", str(STEPS), "--data", str(TEXT), "--lr", "1e-2", "--save-every", "2"]
+    words = ["run", str(tmp_path / "plan.json"), "--steps", str(STEPS), "--data", str(TEXT), "--lr", "1e-2", "--save-every", "2",
+             "--eval-batches", "2"]  # fmt: skip
     done = forks.run(*words, "--out", str(tmp_path / "cli"), "--device", "cpu", "--json", env=os.environ)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)["run"]
@@ -53,7 +54,7 @@ def test_a_run_is_the_commands_and_goes_on(tmp_path: Path, capsys: pytest.Captur
 def test_a_plan_of_two_ranks_is_run_by_two_processes(tmp_path: Path) -> None:
     wide = replace(PLAN, mesh=Mesh(dp_shard=2), accumulate=1)
     file.write(wide, tmp_path / "plan.json")
-    asked = {"steps": STEPS, "data": str(TEXT), "lr": 1e-2, "device": "cpu", "no_save": True}
+    asked = {"steps": STEPS, "data": str(TEXT), "lr": 1e-2, "device": "cpu", "no_save": True, "eval_batches": 2}
     done = forks.run(str(tmp_path / "plan.json"), json.dumps({**asked, "out": str(tmp_path / "two")}), env=os.environ, code=RUN)
     assert done.returncode == 0, done.stderr
     alone = foretell.run(PLAN, out=str(tmp_path / "one"), **asked)

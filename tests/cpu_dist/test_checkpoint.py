@@ -35,7 +35,7 @@ TINY = {"layers": 4, "dim": 32, "heads": 4, "context": 16, "vocab_size": 256, "d
 PLAN = Plan(
     model={"model": "gpt-tiny", "overrides": TINY, "seq": 16}, hardware="CPU", micro_batch=2, accumulate=4, precision="fp32"
 )
-SETTINGS: dict[str, Any] = {"steps": 4, "data": TEXT, "lr": 1e-2, "schedule": "constant", "warmup": 0, "seed": 3}
+SETTINGS: dict[str, Any] = {"steps": 4, "data": TEXT, "lr": 1e-2, "schedule": "constant", "warmup": 0, "seed": 3, "eval_batches": 2}
 PLANS = {
     "one": PLAN,
     "fsdp2": PLAN.with_(mesh=Mesh(dp_shard=2), accumulate=2),

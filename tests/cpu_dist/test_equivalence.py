@@ -83,7 +83,8 @@ CASES = [
     case("ssm", "ssm", Mesh(dp_shard=3), accumulate=2, reshard=False, precision="bf16-mixed", states=HOST),
     # the loss in chunks, 32 tokens in pieces of 11, 11 and 10
     case("chunks, shards", "short gpt", Mesh(dp_shard=4), **BOTH, recompute={"*": FULL}, loss_chunks=3),
-    case("chunks, hybrid, mixed", "short llama", Mesh(dp_replicate=2, dp_shard=2), precision="bf16-mixed", loss_chunks=3),
+    case("chunks, hybrid, mixed", "short llama", Mesh(dp_replicate=2, dp_shard=2), precision="bf16-mixed", loss_chunks=3,
+         slow="chunks are with shards, with replicas and with bf16 beside it"),
     case("chunks, compiled, bf16", "short gpt", Mesh(), precision="bf16", accumulate=2, compile="blocks", loss_chunks=3),
     case("chunks, hf, replicas", "hf", Mesh(dp_replicate=2), accumulate=2, loss_chunks=3, recompute={"*": SELECTIVE}),
     # tensor

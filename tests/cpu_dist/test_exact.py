@@ -23,14 +23,15 @@ from tests.cpu_dist.test_elastic import command
 from tests.cpu_dist.test_supervise import rows
 from tests.cpu_dist.train_cases import PLAN, SETTINGS, Quiet, go, losses, ten_steps
 
-EXACT: dict[str, Any] = {**SETTINGS, "steps": 20, "exact": True, "save_every": 0}
+STEPS = 8
+EXACT: dict[str, Any] = {**SETTINGS, "steps": STEPS, "exact": True, "save_every": 0}
 
 
 def on(world: int, leaves: int, **changed: Any) -> Plan:
     return PLAN.with_(mesh=Mesh(dp_replicate=world), micro_batch=1, accumulate=leaves // world, clip=0.5, **changed)
 
 
-def weights(run: Path, step: int = 20) -> dict[str, bytes]:
+def weights(run: Path, step: int = STEPS) -> dict[str, bytes]:
     """Every tensor of a checkpoint, weights and moments, as its bytes, however ranks have shared the writing."""
     reader = Reader(look(run / "checkpoints" / f"step-{step:08d}"))
     return {name: reader.whole(name).reshape(-1).view(torch.uint8).numpy().tobytes() for name in reader.tensors}
@@ -69,13 +70,13 @@ def test_ranks_have_micro_batches_that_follow_each_other() -> None:
     ("leaves", "worlds"), [(6, (2, 3)), pytest.param(12, (2, 3, 4), marks=pytest.mark.slow(reason="more ranks of more micro-batches"))]
 )  # fmt: skip
 def test_any_number_of_ranks_has_the_same_bits(ranks: Any, tmp_path: Path, leaves: int, worlds: tuple[int, ...]) -> None:
-    """20 steps with clipping, dropout and AdamW; three ranks have a subtree each, two and four of six and twelve micro-batches have two."""
+    """Steps with clipping, dropout and AdamW; three ranks have a subtree each, two and four of six and twelve micro-batches have two."""
     go(tmp_path / "1", on(1, leaves), **EXACT)
     first, kept = losses(tmp_path / "1"), weights(tmp_path / "1")
-    assert len(first) == 20 and first[-1][1] < first[0][1] and len(kept) > 20
+    assert len(first) == STEPS and first[-1][1] < first[0][1] and len(kept) > 20
     for world in worlds:
         out = tmp_path / str(world)
-        assert ranks(world).run(ten_steps, str(out), on(world, leaves), EXACT, False) == [("done", 20)] * world
+        assert ranks(world).run(ten_steps, str(out), on(world, leaves), EXACT, False) == [("done", STEPS)] * world
         assert losses(out) == first and weights(out) == kept, world
     ranks(2).run(ten_steps, str(tmp_path / "plain"), on(2, leaves), {**EXACT, "exact": False}, False)
     assert weights(tmp_path / "plain") != kept, "without --exact it is not so"
@@ -86,7 +87,7 @@ def test_any_number_of_ranks_has_the_same_bits(ranks: Any, tmp_path: Path, leave
 def test_low_precision_has_the_same_bits(ranks: Any, tmp_path: Path, precision: str) -> None:
     found = []
     for world in (1, 2, 4):
-        ranks(world).run(ten_steps, str(tmp_path / str(world)), on(world, 8, precision=precision), {**EXACT, "eval_every": 10}, False)
+        ranks(world).run(ten_steps, str(tmp_path / str(world)), on(world, 8, precision=precision), {**EXACT, "eval_every": 4}, False)
         found.append((losses(tmp_path / str(world)), weights(tmp_path / str(world))))
     assert found[0] == found[1] == found[2]
 

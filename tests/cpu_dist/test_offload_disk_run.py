@@ -100,7 +100,8 @@ def test_a_run_killed_in_the_middle_of_a_step_goes_on_from_its_checkpoint(tmp_pa
     folder = tmp_path / "killed"
     folder.mkdir()
     plans.write(moved(), folder / "plan.json")
-    run, words = folder / "run", ["run", str(folder / "plan.json"), "--data", str(TEXT), "--out", str(folder / "run"), "--lr", "1e-2"]
+    run, words = folder / "run", ["run", str(folder / "plan.json"), "--data", str(TEXT), "--out", str(folder / "run"), "--lr", "1e-2",
+                                   "--eval-batches", "2"]  # fmt: skip
     child = os.fork()
     if not child:
         try:
@@ -125,7 +126,7 @@ def test_a_disk_that_fails_ends_the_run_with_one_line(
     plans.write(moved(), tmp_path / "plan.json")
     run = tmp_path / "run"
     monkeypatch.setattr(os, "pwritev", at_write(9, run / "log.jsonl", full))
-    words = ["run", str(tmp_path / "plan.json"), "--data", str(TEXT), "--out", str(run), "--steps", "6", "--no-save"]
+    words = ["run", str(tmp_path / "plan.json"), "--data", str(TEXT), "--out", str(run), "--steps", "6", "--no-save", "--eval-batches", "2"]
     assert main(words) == 1
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error")]
     assert len(said) == 1 and "on disk" in said[0] and "No space left on device" in said[0]

@@ -31,7 +31,8 @@ def plan(**more: Any) -> Plan:
 def losses(folder: Path, asked: Plan, *more: str) -> list[float]:
     folder.mkdir(exist_ok=True)
     plans.write(asked, folder / "plan.json")
-    code = main(["run", str(folder / "plan.json"), "--data", str(TEXT), "--out", str(folder / "run"), "--lr", "1e-2", *more])
+    code = main(["run", str(folder / "plan.json"), "--data", str(TEXT), "--out", str(folder / "run"), "--lr", "1e-2",
+                 "--eval-batches", "2", *more])  # fmt: skip
     assert code == 0
     return logged(folder / "run")
 

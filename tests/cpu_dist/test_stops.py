@@ -272,7 +272,7 @@ def test_all_ranks_learn_that_the_folder_is_in_use(ranks: Any, tmp_path: Path) -
     from foretell.runtime.process.lock import take
 
     plan = PLAN.with_(mesh=Mesh(dp_shard=2))
-    ranks(2).run(ten_steps, str(tmp_path / "a"), plan, {"steps": 4, "data": str(TEXT), "lr": 1e-3}, False)
+    ranks(2).run(ten_steps, str(tmp_path / "a"), plan, {"steps": 4, "data": str(TEXT), "lr": 1e-3, "eval_batches": 2}, False)
     held = take(tmp_path / "a", say=lambda _: None)
     found = ranks(2).run(_refused, str(tmp_path / "a"), plan)
     assert all(f"is in use by process {os.getpid()}" in said and status == 2 for said, status in found), found

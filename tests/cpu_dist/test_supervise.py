@@ -145,7 +145,7 @@ def test_a_standby_gives_the_same_and_goes_with_the_run(twins: Callable[[int], P
     """Two ranks forked from one process that imported torch; damage in the newest checkpoint, and a rank killed after it."""
     out = tmp_path / "run"
     hurt = f"forward {sample_of(12, 2, 1)} SIGSTOP {tmp_path / 'once'}"
-    child = command(twins(2), out, "--max-restarts", "1", HURT=hurt, FORETELL_HANG_SECONDS="0")
+    child = command(twins(2), out, "--max-restarts", "1", HURT=hurt, FORETELL_HANG_SECONDS="0", **{forks.OWN_STANDBY: "1"})
     deadline = time.monotonic() + 100
     while not (tmp_path / "once").exists() or len(save.complete(out / "checkpoints")) < 2:  # that of step 9 may have been stopped on its way
         assert time.monotonic() < deadline and child.poll() is None

@@ -147,7 +147,8 @@ def test_evaluation_is_of_samples_never_learned_from(tmp_path: Path) -> None:
     noise = torch.randint(97, 123, (330,), generator=torch.Generator().manual_seed(0))
     (tmp_path / "text" / "a.txt").write_bytes(bytes(noise.tolist()))
     calm = PLAN.with_(model={**PLAN.model, "overrides": {**TINY, "dropout": 0.0}})
-    done = go(tmp_path / "a", calm, data=str(tmp_path / "text"), steps=120, lr=3e-3, schedule="constant", no_save=True)
+    done = go(tmp_path / "a", calm, data=str(tmp_path / "text"), steps=120, lr=3e-3, schedule="constant", no_save=True,
+              eval_batches=16)  # fmt: skip
     assert done.measurement is not None and done.measurement.eval_loss is not None
     assert done.measurement.last_loss < 1.5 < 3.0 < done.measurement.eval_loss
 

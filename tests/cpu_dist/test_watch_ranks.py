@@ -18,6 +18,7 @@ from foretell.observe.group import RankGroup
 from foretell.report import comparison
 from foretell.runtime.train import log
 from foretell.trace.script import words
+from tests import forks
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "watch"
 RANKS = str(DATA / "ranks.py")
@@ -35,10 +36,10 @@ def command(*options: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """The last rank holds 150 MiB more than the other."""
+    """The last rank holds 150 MiB more than the other. Python is started for the launcher and its ranks: what they do is what is watched."""
     folder = tmp_path_factory.mktemp("ranks")
-    asked = [*command("--predict", "before"), *LAUNCHED, "--steps", "10", "--hold", "150"]
-    return folder, subprocess.run(asked, cwd=folder, env=environment(), capture_output=True, text=True, timeout=240, check=False)
+    asked = ["watch", "--out", "run", "--predict", "before", "--", *LAUNCHED, "--steps", "10", "--hold", "150"]
+    return folder, forks.run(*asked, env=environment(), cwd=folder, timeout=240)
 
 
 def test_one_line_says_it_of_all_ranks(watched: tuple[Path, subprocess.CompletedProcess[str]]) -> None:

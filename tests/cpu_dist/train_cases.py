@@ -24,7 +24,8 @@ TINY = {"layers": 2, "dim": 32, "heads": 2, "context": 32, "vocab_size": 256, "d
 PLAN = Plan(
     model={"model": "gpt-tiny", "overrides": TINY, "seq": 32}, hardware="CPU", micro_batch=2, accumulate=2, precision="fp32"
 )
-SETTINGS: dict[str, Any] = {"steps": 10, "data": str(TEXT), "lr": 1e-2, "schedule": "wsd", "warmup": 2, "save_every": 5}
+SETTINGS: dict[str, Any] = {"steps": 10, "data": str(TEXT), "lr": 1e-2, "schedule": "wsd", "warmup": 2, "save_every": 5, "eval_batches": 2}
+"""Evaluating the usual sixteen batches at the end would take as long as a short run."""
 
 OWN = '''
 import os, signal

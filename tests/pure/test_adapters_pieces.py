@@ -95,7 +95,10 @@ def test_pieces_are_equal_parts_that_cover_all() -> None:
     assert [some.stop - some.start for some in functions.pieces(40_000, 14_336, torch.float32)] == [8_000] * 5
 
 
-@pytest.mark.parametrize("how", [{"base": (("adapted", "nf4"),), "recompute": "full"}, {"base": ()}, {"base": (), "recompute": "selective"}])
+@pytest.mark.parametrize("how", [
+    {"base": (("adapted", "nf4"),), "recompute": "full"}, {"base": ()},
+    pytest.param({"base": (), "recompute": "selective"}, marks=pytest.mark.slow(reason="recomputed whole, and not at all")),
+])  # fmt: skip
 def test_bytes_are_those_of_a_real_step(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functions, "PIECE_BYTES", PIECE)
     unpack(*pack(torch.zeros(64), "nf4"), (64,), torch.float32, "nf4")

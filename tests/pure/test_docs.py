@@ -13,6 +13,7 @@ A block that is none of these fails. `make docs` writes what the commands print 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import re
@@ -154,15 +155,21 @@ def mentions(text: str) -> Iterator[str]:
         yield " ".join(found[1].split())
 
 
-def resolved(words: Sequence[str]) -> tuple[Any, list[str]]:
-    """The command that these words name, and the words that are left for it."""
+@functools.cache
+def every_command() -> Any:
+    """With all options: making them takes longer than reading a page."""
     import typer
 
     from foretell.cli.app import made
+
+    return typer.main.get_command(made())
+
+
+def resolved(words: Sequence[str]) -> tuple[Any, list[str]]:
+    """The command that these words name, and the words that are left for it."""
     from foretell.cli.names import joined
 
-    command: Any = typer.main.get_command(made())
-    rest = joined(words)
+    command, rest = every_command(), joined(words)
     while rest and rest[0] in getattr(command, "commands", {}):
         command = command.commands[rest.pop(0)]
     return command, rest

@@ -66,8 +66,10 @@ def eager(model: str = "gpt-tiny", **more: Any) -> Trace:
     return capture(lambda: load(Source(model=model, **more)), Recipe(precision="bf16-autocast", optimizer="adamw"))
 
 
-@pytest.mark.parametrize("pace", [HOST[0], HOST[1]])
-@pytest.mark.parametrize(("model", "batch"), [("gpt-tiny", 2), ("gpt2", 8)])
+@pytest.mark.parametrize(("model", "batch", "pace"), [
+    ("gpt-tiny", 2, HOST[0]), ("gpt-tiny", 2, HOST[1]), ("gpt2", 8, HOST[0]),
+    pytest.param("gpt2", 8, HOST[1], marks=pytest.mark.slow(reason="a smaller model at that pace")),
+])  # fmt: skip
 def test_a_step_at_another_pace_is_about_what_the_timeline_says(model: str, batch: int, pace: float) -> None:
     cluster = parse("H200")
     known = machine(cluster.device, find_profile(cluster.device.name))

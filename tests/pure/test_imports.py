@@ -50,13 +50,24 @@ def room_of(module: str) -> str:
     return "cli" if room == "__main__" else room
 
 
+CALLED = ("import_module", "__import__")
 LOOKED_AT = (ast.Import, ast.ImportFrom, ast.Call, ast.If, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @functools.cache
 def parsed(source: str) -> list[ast.AST]:
-    """What rules look at, read once for all."""
-    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, LOOKED_AT)]
+    """What rules look at, read once for all. Inside expressions only a call that imports is, and such a file has its name."""
+    tree = ast.parse(source)
+    nodes = ast.walk(tree) if any(name in source for name in CALLED) else statements(tree)
+    return [node for node in nodes if isinstance(node, LOOKED_AT)]
+
+
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """All of them, wherever they stand, without what they are made of."""
+    for part in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for node in getattr(tree, part, ()):
+            yield node
+            yield from statements(node)
 
 
 # ---------------------------------------------------------------- one-way imports
@@ -121,7 +132,7 @@ def _imported_names(node: ast.AST, module: str, package: bool) -> list[str]:
             parents = parents[: len(parents) - node.level + package]
             base = ".".join([*parents, base] if base else parents)
         return [f"{base}.{alias.name}" for alias in node.names]
-    if isinstance(node, ast.Call) and node.args and _name_of(node.func) in ("import_module", "__import__"):
+    if isinstance(node, ast.Call) and node.args and _name_of(node.func) in CALLED:
         text = node.args[0].values[0] if isinstance(node.args[0], ast.JoinedStr) else node.args[0]
         if isinstance(text, ast.Constant) and isinstance(text.value, str):
             return [text.value]

@@ -21,6 +21,7 @@ import pytest
 
 from foretell.cli import main
 from foretell.serve.engine import Completion
+from tests import forks
 from tests.pure.test_serve_http import SIZES, Running, expected
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -28,13 +29,22 @@ COMMAND = ["serve", "gpt2", "--device", "cpu", "--pages", "200", *(word for name
 
 
 class Process:
-    """The command as typed, in a process of its own."""
+    """The command as typed, in a process of its own: Python is started, or `forked` from one that has torch."""
 
-    def __init__(self) -> None:
-        words = [sys.executable, "-m", "foretell", *COMMAND, "--port", "0", "--json"]
-        self.process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        assert self.process.stdout is not None
-        self.port = json.loads("".join(iter(self.process.stdout.readline, "}\n")) + "}")["serve"]["port"]
+    def __init__(self, *, forked: bool = False) -> None:
+        words, env = [*COMMAND, "--port", "0", "--json"], {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(forks.ROOT)}
+        self.process: subprocess.Popen[str] | forks.Command
+        if forked:
+            self.process, text = forks.Command(*words, env=env), ""
+            while not text.endswith("\n}\n") and self.process.poll() is None:
+                time.sleep(0.02)
+                text = self.process.said()
+        else:
+            asked = [sys.executable, "-m", "foretell", *words]
+            self.process = subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+            assert self.process.stdout is not None
+            text = "".join(iter(self.process.stdout.readline, "}\n")) + "}"
+        self.port = json.loads(text)["serve"]["port"]
 
     @property
     def resident(self) -> int:
@@ -52,12 +62,13 @@ class Process:
 
     def end(self) -> None:
         self.process.kill()
-        self.process.communicate()
+        if self.process.returncode is None:
+            self.process.communicate()
 
 
 @pytest.fixture
-def process() -> Iterator[Process]:
-    one = Process()
+def process(request: pytest.FixtureRequest) -> Iterator[Process]:
+    one = Process(forked=getattr(request, "param", "") == "forked")
     yield one
     one.end()
 
@@ -146,13 +157,15 @@ def test_memory_stays_a_port_is_taken_once_and_a_killed_server_leaves_nothing(pr
     wire = socket.create_connection(("127.0.0.1", process.port), timeout=10)
     wire.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 2\r\n\r\n")
     process.process.kill()
-    assert process.process.wait(10) == -signal.SIGKILL and not [child for child in children if Path(f"/proc/{child}").exists()]
+    process.process.communicate(timeout=10)
+    assert process.process.returncode == -signal.SIGKILL and not [child for child in children if Path(f"/proc/{child}").exists()]
     wire.close()
     with socket.socket() as again:
         again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         again.bind(("127.0.0.1", process.port))
 
 
+@pytest.mark.parametrize("process", ["forked"], indirect=True)
 def test_sigterm_under_load_is_drained(process: Process) -> None:
     """Streams and whole answers, running and waiting: all get every token, and who comes later is refused."""
     with ThreadPoolExecutor(24) as pool:
@@ -166,7 +179,8 @@ def test_sigterm_under_load_is_drained(process: Process) -> None:
                 break
         process.process.send_signal(signal.SIGTERM)
         found = [one.result(60) for one in asked]
-    assert process.process.wait(30) == 0
+    process.process.communicate(timeout=30)
+    assert process.process.returncode == 0
     for number, (status, text) in enumerate(found):
         assert status == 200 and (text.rstrip().endswith(b"[DONE]") if number % 2 else json.loads(text)["usage"]["completion_tokens"] == 60)
     with pytest.raises(ConnectionRefusedError):

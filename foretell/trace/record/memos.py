@@ -40,7 +40,7 @@ class _Caches:
         self._seen: tuple[int, ...] = ()
 
     def look(self) -> None:
-        now = (*(each["collections"] for each in gc.get_stats()[1:]), gc.get_freeze_count())
+        now = tuple(each["collections"] for each in gc.get_stats()[1:])  # what `gc.freeze` takes away is in neither list
         if now == self._seen and sys.version_info < (3, 14):  # later ones move objects between generations as they go
             objects = [*gc.get_objects(generation=0), *gc.get_objects(generation=1)]
         else:

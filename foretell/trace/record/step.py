@@ -278,22 +278,22 @@ def call_loss(loss: Callable[..., Any], output: Any, batch: Batch) -> Any:
 
 
 def _scalar(loss: Any, output: Any, made_by: Callable[..., Any] | None = None) -> Tensor:
-    where = at(defined(made_by)) if made_by is not None else ""
     if isinstance(loss, Tensor) and loss.dim() != 0 and loss.numel() == 1:
         loss = loss.squeeze()
-    if not isinstance(loss, Tensor) or loss.dim() != 0:
-        if isinstance(loss, Tensor):
-            raise ModelError(
-                f"no scalar loss to train on: it is a tensor of shape {tuple(loss.shape)}{where}", "take its .mean() or .sum()"
-            )
-        found = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"{type(output).__name__}{entries_told(output)}"
-        if loss is not None:
-            found = f"{found}, and the loss {type(loss).__name__}"
+    if isinstance(loss, Tensor) and loss.dim() == 0:
+        return loss
+    where = at(defined(made_by)) if made_by is not None else ""  # read from source: milliseconds
+    if isinstance(loss, Tensor):
         raise ModelError(
-            f"no scalar loss to train on: the model returned {found}{where}",
-            "define loss(output, batch) beside the model, or return one scalar that gradients reach",
+            f"no scalar loss to train on: it is a tensor of shape {tuple(loss.shape)}{where}", "take its .mean() or .sum()"
         )
-    return loss
+    found = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"{type(output).__name__}{entries_told(output)}"
+    if loss is not None:
+        found = f"{found}, and the loss {type(loss).__name__}"
+    raise ModelError(
+        f"no scalar loss to train on: the model returned {found}{where}",
+        "define loss(output, batch) beside the model, or return one scalar that gradients reach",
+    )
 
 
 def prepare_weights(model: nn.Module, precision: str, adapters: Adapters | None = None, base: Iterable[tuple[str, str]] = ()) -> None:
