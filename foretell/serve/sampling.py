@@ -13,7 +13,6 @@ from torch import Tensor
 
 from foretell.errors import UserError
 
-
 MOST_LIKELY = 20
 """Tokens that are told with one that was chosen, at most."""
 ALIGNED = 128

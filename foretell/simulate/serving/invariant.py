@@ -20,6 +20,8 @@ PROMPTED = 512
 """Rows of a part of prompts, at most: fewer read the weights more often."""
 SEQUENCES = 32
 """Prompts in a part, at most; rows of it that get logits."""
+SAMPLED = 8
+"""Rows that a token is drawn for, or whose likeliest are told, at a time."""
 
 
 class FixedSizes(NamedTuple):
@@ -64,16 +66,34 @@ def step_parts(rows: Iterable[tuple[bool, int]], sizes: FixedSizes) -> list[Step
     return found
 
 
-def fixed_shapes(shape: StepShape, sizes: FixedSizes) -> tuple[StepShape, ...]:
-    """The parts of a step as they are computed; a token that is nobody's is counted to the last prompt of its part."""
+class FixedShape(NamedTuple):
+    """A part as it costs."""
+
+    shape: StepShape
+    """Its tokens that are somebody's."""
+    tokens: int
+    """All that are computed."""
+    rows: int
+    """That get logits."""
+
+    @property
+    def padded(self) -> StepShape:
+        """As a step of its own, whose last tokens attend too."""
+        many = self.tokens - self.shape.tokens
+        if self.shape.generating:
+            return self.shape._replace(generating=self.tokens, attended=self.shape.attended + many, samples=self.rows)
+        *chunks, (before, count) = self.shape.chunks
+        return self.shape._replace(chunks=(*chunks, (before, count + many)), samples=self.rows)
+
+
+def fixed_shapes(shape: StepShape, sizes: FixedSizes) -> tuple[FixedShape, ...]:
+    """The parts of a step, those that generate with as many tokens to attend to each."""
     found = []
     for part in step_parts([(True, shape.generating), *((False, count) for _, count in shape.chunks)], sizes):
         if part.generated:
             many = sum(count for _, _, count in part.pieces)
-            found.append(StepShape(sizes.generated, round(shape.attended * many / shape.generating), (), sizes.generated))
-            continue
-        chunks = [(shape.chunks[number - 1][0] + first, count) for number, first, count in part.pieces]
-        before, count = chunks[-1]
-        chunks[-1] = before, count + sizes.prompted - sum(count for _, count in chunks)
-        found.append(StepShape(0, 0, tuple(chunks), sizes.sequences))
+            found.append(FixedShape(StepShape(many, round(shape.attended * many / shape.generating), (), many), sizes.generated, sizes.generated))
+        else:
+            chunks = tuple((shape.chunks[number - 1][0] + first, count) for number, first, count in part.pieces)
+            found.append(FixedShape(StepShape(0, 0, chunks, len(chunks)), sizes.prompted, sizes.sequences))
     return tuple(found)

@@ -1,0 +1,278 @@
+"""The bits of an answer hang on nothing else that is served: tokens and log probabilities alone and among others are equal."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence as Sequenced
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from foretell.errors import UserError
+from foretell.lower.serving import StepShape
+from foretell.serve.engine import Completion, ServingEngine, StepLimits
+from foretell.serve.invariant import fixed_layouts, fixed_parts
+from foretell.serve.runner import StepRunner, TokenRunner
+from foretell.serve.sampling import Drawn, Sampling
+from foretell.simulate.serving.invariant import FixedSizes, fixed_shapes, fixed_sizes, step_parts
+from foretell.simulate.serving.load import load_of
+from foretell.simulate.serving.pages import Pages
+from foretell.simulate.serving.run import shape_of, simulated
+from foretell.simulate.serving.scheduler import Row, Scheduler, Sequence, Step
+from foretell.trace.serving.packed import How
+from tests.pure.test_serve_engine import built, prompts, released
+
+__all__ = ["released"]
+pytestmark = pytest.mark.usefixtures("one_thread")
+HOW = [Sampling(most=10, temperature=1.2 * (number % 2), top_k=20 * (number % 3), seed=number, logprobs=3) for number in range(8)]
+
+
+def alone_and_among(name: str, limits: StepLimits, runner: type[StepRunner] | None = None) -> list[tuple[Completion, Completion]]:
+    """Answers with few pages among others, and each with many pages alone."""
+    asked = prompts(len(HOW))
+
+    def engine(pages: int) -> ServingEngine:
+        made = None if runner is None else runner(built(name), pages, 8)
+        return ServingEngine(built(name), pages=pages, size=8, limits=limits, check=False, runner=made)
+
+    crowd, quiet = engine(14), engine(60)
+    among = crowd.generate(asked, HOW)
+    assert crowd.scheduler.preemptions and sum(one.scheduled.shared for one in among), "pages were lost, and shared"
+    assert any(one.scheduled.preempted and one.scheduled.prompt % 8 for one in among)
+    return [(one, quiet.generate([prompt], how)[0]) for one, prompt, how in zip(among, asked, HOW, strict=True)]
+
+
+def equal(pairs: Sequenced[tuple[Completion, Completion]]) -> int:
+    """How many are bit for bit."""
+    return sum(one.tokens == other.tokens for one, other in pairs)
+
+
+# ---------------------------------------------------------------------- on a CPU
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("llama", torch.float32), ("gemma2", torch.float32), ("mixtral", torch.float32), ("gpt2", torch.bfloat16)]
+)
+def test_answers_are_the_same_bits_alone_and_among_others(name: str, dtype: torch.dtype) -> None:
+    """Prompts in pieces, shared and lost pages; windows, caps, experts; drawn tokens and their log probabilities."""
+    model = built(name).to(dtype)
+    try:
+        pairs = alone_and_among(name, StepLimits(running=5, tokens=24, invariant=True))
+    finally:
+        model.float()
+    assert equal(pairs) == len(HOW)
+    assert all(token.logprob is not None and len(token.likeliest) == 3 for one, _ in pairs for token in one.tokens)
+
+
+def test_without_it_they_are_not() -> None:
+    """Products of one row and of several add up in other orders."""
+    assert equal(alone_and_among("llama", StepLimits(running=5, tokens=24))) < len(HOW)
+
+
+def test_an_engine_computes_each_token_by_itself_on_a_cpu() -> None:
+    engine = ServingEngine(built("llama"), pages=8, size=8, limits=StepLimits(running=2, tokens=8, invariant=True))
+    assert type(engine.runner) is TokenRunner and engine.scheduler.limits.invariant
+
+
+# ---------------------------------------------------------------------- as kernels compute it
+
+
+class PartRunner(StepRunner):
+    """Parts as a GPU's are laid out, and attention as its kernels divide it, a row at a time: generated tokens by so many shares of a
+    sequence, those of prompts by blocks from its beginning. Both have other bits."""
+
+    group = 1
+    sizes = FixedSizes(8, 24, 3)
+    tall, shares, block = 4, 3, 8
+
+    def logits(self, step: Step, tokens: Sequenced[Sequenced[int]]) -> Tensor:
+        found, page = [], self.pool.size
+        layouts = fixed_layouts(self.sizes, 12, self.tall)
+        for part in fixed_parts(step, tokens, self.sizes):
+            layout = layouts[part.generated]
+            numbers = np.full(layout.size, 99, np.int32)
+            layout.fill(numbers, part.rows, part.tokens, page, self.tall, part.generated)
+            given, places, slots, keep, lengths, tiles, table = layout.of(torch.from_numpy(numbers).long())
+            rows = [(int(one), table[one], int(lengths[one])) for one in range(len(lengths)) if lengths[one]]
+            rows += [(int(first) + at, table[row], 0) for row, first, _, count in tiles.tolist() for at in range(count)]
+            kept = {}
+            for row, pages, length in sorted(rows, key=lambda one: one[0]):
+                place = int(places[row])
+                seen = pages[torch.arange(place + 1) // page] * page + torch.arange(place + 1) % page
+                assert slots[row] == seen[-1] and length in (0, place + 1)
+                kept[row] = self.packed(given[row : row + 1], places[row : row + 1], torch.tensor([0]), _Divided(self, seen, bool(length)))
+            found += [kept[int(row)] for row in keep[: part.samples]]
+        return torch.cat(found) if found else torch.empty(0)
+
+
+class _Divided:
+    """One row's attention."""
+
+    def __init__(self, runner: PartRunner, slots: Tensor, generated: bool) -> None:
+        self.runner, self.slots, self.generated = runner, slots, generated
+
+    def __call__(self, how: How, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        keys, values = self.runner.pool.keys[how.layer], self.runner.pool.values[how.layer]
+        keys[self.slots[-1]], values[self.slots[-1]] = key[0], value[0]
+        group, length = query.shape[1] // key.shape[1], len(self.slots)
+        k, v = (one[self.slots].repeat_interleave(group, 1) for one in (keys, values))
+        scores = torch.einsum("hd,khd->hk", query[0], k) * how.scale
+        if how.cap:
+            scores = torch.tanh(scores / how.cap) * how.cap
+        first = max(0, length - how.window) if how.window else 0
+        scores[:, :first] = -math.inf
+        if self.generated:
+            each = -(-(length - first) // self.runner.shares)
+            spans = [(one, min(length, one + each)) for one in range(first, length, each)]
+        else:
+            spans = [(one, min(length, one + self.runner.block)) for one in range(0, length, self.runner.block)]
+        most = scores.amax(-1, keepdim=True)
+        total, summed = torch.zeros_like(query[0][:, : v.shape[2]]), torch.zeros_like(most)
+        for begin, end in spans:
+            share = (scores[:, begin:end] - most).exp()
+            total, summed = total + torch.einsum("hk,khd->hd", share, v[begin:end]), summed + share.sum(-1, keepdim=True)
+        return (total / summed)[None]
+
+
+def test_parts_of_fixed_shapes_give_the_same_bits() -> None:
+    """What was generated before its pages were lost is computed as generated again, and only prompts' pages are shared."""
+    for name in ("llama", "gemma2"):
+        assert equal(alone_and_among(name, StepLimits(running=5, tokens=24, invariant=True), PartRunner)) == len(HOW)
+
+
+def test_a_scheduler_that_computes_them_as_prompts_does_not() -> None:
+    """The same parts and attention, but generated tokens come back as a piece of a prompt."""
+
+    class Mixed(PartRunner):
+        def logits(self, step: Step, tokens: Sequenced[Sequenced[int]]) -> Tensor:
+            made = [Sequence(0, 10**6 * (row.count > 1), 1, length=row.sequence.length, pages=row.sequence.pages) for row in step]
+            return super().logits(tuple(Row(one, *row[1:]) for one, row in zip(made, step, strict=True)), tokens)
+
+    assert equal(alone_and_among("llama", StepLimits(running=5, tokens=24), Mixed)) < len(HOW)
+
+
+def test_a_row_is_drawn_alike_in_every_group() -> None:
+    """Against all rows at once, in the words that are chosen; groups are filled and rows lengthened with what is never chosen."""
+    torch.manual_seed(3)
+    logits = torch.randn(11, 97) * 3
+    asked = [(Sampling(temperature=0.9 * (row % 3), top_p=0.8, top_k=row % 4, seed=row, logprobs=4), row) for row in range(11)]
+    known, groups = Drawn(logits, asked).tell(), [Drawn(logits, asked, group=group).tell() for group in (1, 4, 8)]
+    for found in groups:
+        assert [(one.id, [word for word, _ in one.likeliest]) for one in found] == [(one.id, [word for word, _ in one.likeliest]) for one in known]
+        assert [one.logprob for one in found] == pytest.approx([one.logprob for one in known], abs=1e-6)
+    among, backwards = groups[1], Drawn(logits.flip(0), asked[::-1], group=4).tell()[::-1]
+    assert among == backwards, "whatever else is in its group"
+
+
+# ---------------------------------------------------------------------- steps, and what they cost
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_piece_holds_tokens_of_both_kinds_and_every_request_is_finished(seed: int) -> None:
+    draw = random.Random(seed)
+    running = draw.randint(1, 8)
+    pages = Pages(draw.randint(8, 24), draw.choice([1, 4, 7]))
+    one = Scheduler(pages, StepLimits(running=running, tokens=running + draw.randint(0, 20), invariant=True))
+    made: dict[int, Sequence] = {}
+    written: dict[int, Any] = {}
+    for number in range(40):
+        prompt, most = draw.randint(1, 30), draw.randint(1, 20)
+        sequence = Sequence(number, prompt, most)
+        sequence.key = lambda place, group=number % 3, number=number: (group, place) if place < 2 else (number, place)
+        if prompt + most <= one.longest:
+            one.add(sequence)
+            made[number] = sequence
+    while step := one.step():
+        kinds = [row.generated for row in step]
+        assert kinds == sorted(kinds, reverse=True), "those that generate come first"
+        assert sum(row.count for row in step if not row.generated or row.count > 1) <= one.limits.tokens
+        for row in step:
+            assert row.generated or row.start + row.count <= row.sequence.prompt
+            for place in range(row.start, row.start + row.count):
+                written[row.sequence.pages[place // pages.size] * pages.size + place % pages.size] = row.generated
+        one.done(step)
+        for row in step:
+            held = row.sequence.pages
+            for place in range(row.sequence.computed):
+                slot = held[place // pages.size] * pages.size + place % pages.size
+                assert written[slot] == (place >= row.sequence.prompt), "a shared page holds a prompt's tokens alone"
+            if row.sequence.generated >= row.sequence.most:
+                one.end(row.sequence)
+    assert all(sequence.ended and sequence.generated == sequence.most for sequence in made.values()) and pages.held == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_parts_hold_every_token_once_and_no_more_than_they_may(seed: int) -> None:
+    draw = random.Random(seed)
+    sizes = FixedSizes(draw.randint(1, 9), draw.randint(1, 20), draw.randint(1, 5))
+    rows = [(number % 3 == 0, draw.randint(1, 30)) for number in range(draw.randint(0, 20))]
+    parts = step_parts(rows, sizes)
+    told = [(number, first + at) for part in parts for number, first, count in part.pieces for at in range(count)]
+    ordered = [number for kind in (True, False) for number, (generated, _) in enumerate(rows) if generated == kind]
+    assert told == [(number, at) for number in ordered for at in range(rows[number][1])]
+    for part in parts:
+        assert 0 < sum(count for _, _, count in part.pieces) <= (sizes.generated if part.generated else sizes.prompted)
+        assert part.generated or len(part.pieces) <= sizes.sequences
+        assert {rows[number][0] for number, _, _ in part.pieces} == {part.generated}
+
+
+def test_a_step_costs_what_its_parts_are_as_large_as() -> None:
+    sizes = fixed_sizes(1024)
+    assert sizes == (128, 512, 32) and fixed_sizes(100).prompted == 128
+    parts = fixed_shapes(StepShape(130, 13_000, ((16, 600),), 131), sizes)
+    assert [(one.tokens, one.rows) for one in parts] == [(128, 128), (128, 128), (512, 32), (512, 32)]
+    assert [one.shape for one in parts] == [
+        StepShape(128, 12_800, (), 128), StepShape(2, 200, (), 2), StepShape(0, 0, ((16, 512),), 1), StepShape(0, 0, ((528, 88),), 1),
+    ]  # fmt: skip
+    assert [one.padded.tokens for one in parts] == [128, 128, 512, 512]
+    assert parts[1].padded == StepShape(128, 326, (), 128) and parts[3].padded.chunks == ((528, 512),)
+
+
+def test_the_clock_asks_for_the_steps_that_the_engine_computes() -> None:
+    """Of a load in which pages are lost: generated tokens that are computed anew generate."""
+    shapes: list[StepShape] = []
+
+    def seconds(shape: StepShape) -> float:
+        shapes.append(shape)
+        return 0.01
+
+    limits = StepLimits(running=4, tokens=16, invariant=True)
+    found = simulated(load_of("all=6, in=20, out=30"), Scheduler(Pages(24, 4), limits), seconds, 1.0)
+    assert found.preemptions and len(found.answers) == 6
+    assert max(shape.generating for shape in shapes) > 4 and all(start < 20 for shape in shapes for start, _ in shape.chunks)
+    row = Row(Sequence(0, 5, 9, length=9, pages=[0, 1]), 5, 4)
+    assert shape_of((row,), invariant=True) == StepShape(4, 6 + 7 + 8 + 9, (), 1) and shape_of((row,)).generating == 0
+
+
+def test_what_cannot_be_is_refused() -> None:
+    from foretell.serve.start import Setup, started
+    from tests.pure.test_serve_plan import costs
+
+    setup = Setup(
+        model="gpt2", overrides={}, weights=None, tokenizer=None, device="cpu", dtype="auto", pages=8, size=8, running=2, tokens=8, share=True,
+        queue=4, seed=0, tp=2, invariant=True,
+    )  # fmt: skip
+    with pytest.raises(UserError, match="of one rank"):
+        started(setup)
+    with pytest.raises(UserError, match="of one device"):
+        costs(tp=2, invariant=True)
+
+
+def test_it_is_predicted_with_the_rows_that_it_computes() -> None:
+    from tests.pure.test_serve_plan import costs
+
+    plain, fixed = costs(running=64, tokens=512), costs(running=64, tokens=512, invariant=True)
+    one, many, prompt = StepShape(1, 900, (), 1), StepShape(64, 64 * 900, (), 64), StepShape(0, 0, ((0, 512),), 1)
+    for shape in (one, many, prompt):
+        assert 0.95 * plain.seconds(shape) <= fixed.seconds(shape) == pytest.approx(fixed.whole(shape).seconds, rel=0.08)
+    both = StepShape(64, 64 * 900, ((0, 512),), 65)
+    assert fixed.seconds(both) == pytest.approx(fixed.seconds(many) + fixed.seconds(prompt), rel=1e-9)
+    beside = [found.seconds(one) - found.stages[0].attended(one) for found in (plain, fixed)]
+    assert beside[1] == pytest.approx(plain.stages[0].besides(128, 128)[0]) and beside[1] > beside[0]
+    largest = [found.largest(1000) for found in (plain, fixed)]
+    assert largest[1].sampler_bytes * 8 == largest[0].sampler_bytes and largest[1].verdict == "fits"
+    assert fixed.about_most_pages() == pytest.approx(fixed.most_pages(), rel=0.02)
