@@ -28,7 +28,7 @@ from tests.pure.test_serve_engine import built, prompts, released
 
 __all__ = ["released"]
 pytestmark = pytest.mark.usefixtures("one_thread")
-HOW = [Sampling(most=10, temperature=1.2 * (number % 2), top_k=20 * (number % 3), seed=number, logprobs=3) for number in range(8)]
+HOW = [Sampling(most=10, temperature=1.2 * (number % 2), top_k=20 * (number % 3), seed=number, logprobs=3) for number in range(9)]
 
 
 def alone_and_among(name: str, limits: StepLimits, runner: type[StepRunner] | None = None) -> list[tuple[Completion, Completion]]:
@@ -39,7 +39,7 @@ def alone_and_among(name: str, limits: StepLimits, runner: type[StepRunner] | No
         made = None if runner is None else runner(built(name), pages, 8)
         return ServingEngine(built(name), pages=pages, size=8, limits=limits, check=False, runner=made)
 
-    crowd, quiet = engine(14), engine(60)
+    crowd, quiet = engine(17), engine(60)
     among = crowd.generate(asked, HOW)
     assert crowd.scheduler.preemptions and sum(one.scheduled.shared for one in among), "pages were lost, and shared"
     assert any(one.scheduled.preempted and one.scheduled.prompt % 8 for one in among)
