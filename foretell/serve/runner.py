@@ -110,7 +110,7 @@ class StepRunner:
     ahead = False
     """A step can be launched before the tokens of the one before are known."""
     group = 0
-    """Rows that are sampled at a time, always; 0: all of a step together."""
+    """Rows that are sampled at a time, always; 0: as many as there are, a few at a time."""
 
     def __init__(self, model: nn.Module, pages: int, size: int, *, check: bool = True) -> None:
         self.model = model.eval()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from foretell.errors import UserError
+from foretell.simulate.serving.replays import DRAWN
 
 MOST_LIKELY = 20
 """Tokens that are told with one that was chosen, at most."""
@@ -98,13 +99,13 @@ def choose(logits: Tensor, asked: Sequence[tuple[Sampling, int]], group: int = 0
 
 
 def _grouped(logits: Tensor, places: Sequence[int], group: int) -> Iterator[tuple[Sequence[int], Tensor]]:
-    """Rows at some places; or as many at a time as a group has, each beginning where memory is aligned alike."""
-    if not group:
-        yield places, logits[list(places)]
-        return
-    wide = -(-logits.shape[1] // ALIGNED) * ALIGNED
-    for first in range(0, len(places), group):
-        some = places[first : first + group]
+    """Rows at some places, a few at a time; or always as many as a group has, each beginning where memory is aligned alike."""
+    wide, most = -(-logits.shape[1] // ALIGNED) * ALIGNED, group or DRAWN
+    for first in range(0, len(places), most):
+        some = places[first : first + most]
+        if not group:
+            yield some, logits[list(some)]
+            continue
         rows = logits.new_full((group, wide), -math.inf)
         rows[:, : logits.shape[1]] = logits[[*some, *[some[-1]] * (group - len(some))]]
         yield some, rows

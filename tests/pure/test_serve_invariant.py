@@ -274,5 +274,5 @@ def test_it_is_predicted_with_the_rows_that_it_computes() -> None:
     beside = [found.seconds(one) - found.stages[0].attended(one) for found in (plain, fixed)]
     assert beside[1] == pytest.approx(plain.stages[0].besides(128, 128)[0]) and beside[1] > beside[0]
     largest = [found.largest(1000) for found in (plain, fixed)]
-    assert largest[1].sampler_bytes * 8 == largest[0].sampler_bytes and largest[1].verdict == "fits"
+    assert largest[1].sampler_bytes * 2 == largest[0].sampler_bytes and largest[1].verdict == "fits"
     assert fixed.about_most_pages() == pytest.approx(fixed.most_pages(), rel=0.02)

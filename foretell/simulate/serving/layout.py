@@ -34,7 +34,7 @@ from foretell.simulate.memory.memory import TIGHT_SHARE, MemoryOutcome
 from foretell.simulate.parts import memory_of
 from foretell.simulate.serving.cost import StepCosts
 from foretell.simulate.serving.invariant import SAMPLED, FixedShape, fixed_shapes, fixed_sizes
-from foretell.simulate.serving.replays import mixed_sizes, replayed
+from foretell.simulate.serving.replays import DRAWN, DRAWN_BYTES, mixed_sizes, replayed
 from foretell.simulate.time.step import plan_time
 from foretell.trace.recipe import Recipe
 from foretell.trace.types import BUFFER, LOGITS, PARAMETER, Op, Program, Ref, Storage, TensorSpec, Trace
@@ -56,8 +56,7 @@ class RankStep:
     pages_bytes: int
     logits_bytes: int
     sampler_bytes: int
-    """Logits of every sequence in fp32, and as much again where all ask for log probabilities: beside the step's activations
-    only as far as these are gone by then."""
+    """Copies of the logits of as many rows as are drawn at a time: beside the step's activations only as far as these are gone by then."""
 
     @property
     def step_bytes(self) -> int:
@@ -219,7 +218,7 @@ class LayoutCosts:
         pages = cached * kv_bytes(trace, self.kv.dtype, self.kv.scale_bytes)
         return RankStep(
             verdict=outcome.verdict, memory=outcome.memory, weights_bytes=_weights(trace), pages_bytes=pages,
-            logits_bytes=shape.samples * words * 2, sampler_bytes=self._drawn(shape) * words * 8,
+            logits_bytes=shape.samples * words * 2, sampler_bytes=self._drawn(shape) * words * DRAWN_BYTES,
         )  # fmt: skip
 
     def _replayed(self, trace: Trace, number: int, shape: StepShape, cached: int) -> MemoryOutcome:
@@ -232,8 +231,8 @@ class LayoutCosts:
         return self._memory(step)
 
     def _drawn(self, shape: StepShape) -> int:
-        """Rows that are sampled at a time."""
-        return SAMPLED if self.layout.invariant else shape.samples
+        """Rows that a token is drawn for at a time."""
+        return SAMPLED if self.layout.invariant else min(shape.samples, DRAWN)
 
     def _graphs_bytes(self, trace: Trace) -> int:
         """What replayed steps keep beside all others: what the largest of them computes, and logits of every sequence."""
@@ -362,10 +361,10 @@ def with_graphs(step: Trace, nbytes: int) -> Trace:
 
 
 def with_sampler(step: Trace, rows: int, words: int) -> Trace:
-    """A step that ends with what a sampler copies: logits in fp32, and their log probabilities."""
+    """A step that ends with what a sampler copies of the logits of so many rows."""
     first = max(step.storages) + 1
     numbers = (first, first + 1)
-    storages = {**step.storages, **dict.fromkeys(numbers, Storage(rows * words * 4, LOGITS, "sampler"))}
+    storages = {**step.storages, **dict.fromkeys(numbers, Storage(rows * words * DRAWN_BYTES // 2, LOGITS, "sampler"))}
     programs = {}
     for name, program in step.programs.items():
         *before, end = program.ops
