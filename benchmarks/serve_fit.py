@@ -34,7 +34,8 @@ KINDS: dict[str, tuple[tuple[str, int, int, int], ...]] = {
     "qwen2-14b": (("bf16", 1024, 32, 256), ("bf16", 3000, 64, 512), ("bf16", 5000, 96, 1024)),
 }  # fmt: skip
 """Shape → dtype, pages, running, tokens of a step."""
-DRAWS = 3
+DRAWS = ((0.9, 0.97), (0.97, 1.05), (1.05, 1.1))
+"""Of the need: a limit is drawn between each two."""
 SECONDS = {"qwen2-0.5b": 4, "llama-1b": 4, "llama-3b": 6, "llama3-8b": 9, "qwen2-14b": 12, "tiny": 1}
 """Of a case, about, and 15 to build and compile a shape."""
 PAGE = 16
@@ -65,8 +66,8 @@ def predict(hardware: str, out: Path, shapes: list[str], seed: int) -> None:
         model = served_model(asked)
         layout = replace(asked.layout, pages=pages)
         found = model.costs(layout).largest(pages)
-        for _ in range(DRAWS):
-            limit = int(found.memory.device_bytes * draw.uniform(0.9, 1.1))
+        for low, high in DRAWS:
+            limit = int(found.memory.device_bytes * draw.uniform(low, high))
             device = replace(model.cluster.device, memory_bytes=limit)
             small = replace(model, cluster=replace(model.cluster, device=device)).costs(layout).largest(pages)
             rows.append({

@@ -38,7 +38,12 @@ def _shape(query: Tensor, key: Tensor, value: Tensor, layer: int, window: int, s
 
 
 def _compute(query: Tensor, key: Tensor, value: Tensor, layer: int, window: int, scale: float, cap: float) -> Tensor:
-    return _rows[-1].attend(query, key, value, layer, window, scale, cap)
+    return rows_now().attend(query, key, value, layer, window, scale, cap)
+
+
+def rows_now() -> PagedRows:
+    """Of the step that is computed."""
+    return _rows[-1]
 
 
 _library.impl("attend", _shape, "Meta")
@@ -186,8 +191,9 @@ class GraphRunner(StepRunner):
         self.wide = -(-min(longest or self.context, self.context, pages * size) // size)
         """Pages of a sequence at most."""
         self._room = self._most_numbers()
-        self._pinned = [torch.empty(self._room, dtype=torch.int32, pin_memory=True) for _ in range(TURNS)]
-        self._told = [torch.empty(max(running, tokens), dtype=torch.int64, pin_memory=True) for _ in range(TURNS)]
+        pin = self.device.type == "cuda"
+        self._pinned = [torch.empty(self._room, dtype=torch.int32, pin_memory=pin) for _ in range(TURNS)]
+        self._told = [torch.empty(max(running, tokens), dtype=torch.int64, pin_memory=pin) for _ in range(TURNS)]
         self._given = torch.zeros(self._room, dtype=torch.int32, device=self.device)
         self._latest = self._chosen = torch.zeros(max(running, tokens), dtype=torch.int64, device=self.device)
         self._events = [torch.cuda.Event() for _ in range(TURNS)]

@@ -154,8 +154,7 @@ class FixedRunner(GraphRunner):
             one, other = (self._row_logits(generated, order, changed) for order, changed in ((range(most), 0), (range(most - 1, -1, -1), 1)))
             if any(not torch.equal(one[number], other[number]) for number in range(most) if number % 3):
                 kind = "generated tokens" if generated else "prompts"
-                problem = f"on {torch.cuda.get_device_name(self.device)} bits of {kind} change with the rows beside them"
-                raise ModelError(f"--invariant: {problem}", "leave --invariant out")
+                raise ModelError(f"--invariant: on this device bits of {kind} change with the rows beside them", "leave --invariant out")
 
     def _row_logits(self, generated: bool, order: Sequence[int], changed: int) -> dict[int, Tensor]:
         """Of sequences of a few tokens, in that order; every third of other tokens."""
