@@ -6,19 +6,24 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Sequenced
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from foretell.cli import main
 from foretell.errors import ModelError, UserError
 from foretell.lower.serving import StepShape
+from foretell.plan import file
+from foretell.plan.types import Plan, ServeLayout
 from foretell.serve import graphs
 from foretell.serve.engine import Completion, ServingEngine, StepLimits
 from foretell.serve.invariant import FixedRunner
 from foretell.serve.runner import StepRunner, TokenRunner
 from foretell.serve.sampling import Drawn, Sampling
+from foretell.serve.start import Setup, started
 from foretell.simulate.serving.invariant import FixedSizes, fixed_shapes, fixed_sizes, step_parts
 from foretell.simulate.serving.load import load_of
 from foretell.simulate.serving.pages import Pages
@@ -26,11 +31,11 @@ from foretell.simulate.serving.run import shape_of, simulated
 from foretell.simulate.serving.scheduler import Row, Scheduler, Sequence, Step
 from tests import paged
 from tests.pure.test_serve_engine import built, prompts, released
+from tests.pure.test_serve_plan import WORDS, costs
 
 __all__ = ["released"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 HOW = [Sampling(most=10, temperature=1.2 * (number % 2), top_k=20 * (number % 3), seed=number, logprobs=3) for number in range(9)]
-
 FURTHER = pytest.mark.slow(reason="further models: windows, caps and experts; a Llama and GPT-2 show it")
 
 
@@ -257,9 +262,6 @@ def test_the_clock_asks_for_the_steps_that_the_engine_computes() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    from foretell.serve.start import Setup, started
-    from tests.pure.test_serve_plan import costs
-
     setup = Setup(
         model="gpt2", overrides={}, weights=None, tokenizer=None, device="cpu", dtype="auto", pages=8, size=8, running=2, tokens=8, share=True,
         queue=4, seed=0, tp=2, invariant=True,
@@ -271,8 +273,6 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 def test_it_is_predicted_with_the_rows_that_it_computes() -> None:
-    from tests.pure.test_serve_plan import costs
-
     plain, fixed = costs(running=64, tokens=512), costs(running=64, tokens=512, invariant=True)
     one, many, prompt = StepShape(1, 900, (), 1), StepShape(64, 64 * 900, (), 64), StepShape(0, 0, ((0, 512),), 1)
     for shape in (one, many, prompt):
@@ -284,3 +284,34 @@ def test_it_is_predicted_with_the_rows_that_it_computes() -> None:
     largest = [found.largest(1000) for found in (plain, fixed)]
     assert largest[1].sampler_bytes * 2 == largest[0].sampler_bytes and largest[1].verdict == "fits"
     assert fixed.about_most_pages() == pytest.approx(fixed.most_pages(), rel=0.02)
+
+
+def test_the_commands_say_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*WORDS, "--on", "H100", "--invariant"]
+    assert main(["serve", *words, "--load", "users=4, in=200, out=30"]) == 0
+    said = capsys.readouterr().out
+    assert "invariant" in said.splitlines()[0] and "parts of 128 rows generate, parts of 512 rows compute prompts" in said
+    plan = Plan(model={"model": "gpt2"}, hardware="H100", serve=ServeLayout(invariant=True, pages=64))
+    file.write(plan, tmp_path / "plan.json")
+    assert file.read(tmp_path / "plan.json").serve == plan.serve
+    assert main(["plan", "show", str(tmp_path / "plan.json")]) == 0 and ", invariant, " in capsys.readouterr().out
+    for words, told in (
+        (["serve", "gpt2", "--invariant", "--engine", "vllm", "--on", "H100"], "foretell's own engine"),
+        (["serve", "gpt2", "--invariant", "--tp", "2", "--on", "2xH100"], "of one device"), (["plan", "gpt2", "--invariant"], "--serve is not given"),
+        (["plan", "gpt2", "--serve", "--invariant", "--on", "2xH100", "--tp", "2", "--load", "rate=1, in=9, out=9"], "of one device"),
+    ):  # fmt: skip
+        assert main(words) == 2 and told in capsys.readouterr().err
+
+
+def test_a_server_says_that_it_is_so() -> None:
+    sizes = {"layers": 1, "dim": 16, "heads": 2, "vocab_size": 300, "context": 64}
+    setup = Setup(
+        model="gpt2", overrides=sizes, weights=None, tokenizer=None, device="cpu", dtype="auto", pages=8, size=8, running=2, tokens=8, share=True,
+        queue=4, seed=0, invariant=True,
+    )  # fmt: skip
+    server = started(setup)
+    try:
+        assert type(server.engine.runner) is TokenRunner and server.about()["invariant"]
+        assert "the bits of an answer hang on nothing else" in server.told("127.0.0.1", 1)
+    finally:
+        server.server.keeper.drain()

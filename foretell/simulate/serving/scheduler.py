@@ -50,6 +50,10 @@ class Sequence:
     def generated(self) -> int:
         return self.length - self.prompt
 
+    def generates(self, invariant: bool) -> bool:
+        """It lacks its newest token alone; which is of an answer, where these are computed apart."""
+        return self.length - self.computed == 1 and (not invariant or self.computed >= self.prompt)
+
     def piece(self, left: int, invariant: bool) -> Row:
         """What it computes next of what it lacks; of one kind of tokens alone, where these are computed apart."""
         end = self.prompt if invariant and self.computed < self.prompt else self.length
@@ -143,11 +147,11 @@ class Scheduler:
         rows: list[Row] = []
         left, invariant = self.limits.tokens, self.limits.invariant
         for sequence in list(self.running):
-            if sequence.length - sequence.computed == 1 and sequence.pages and self._grown(sequence):
+            if sequence.generates(invariant) and sequence.pages and self._grown(sequence):
                 rows.append(Row(sequence, sequence.computed, 1))
-                left -= 0 if invariant and rows[-1].generated else 1
+                left -= 0 if invariant else 1
         for sequence in self.running:
-            if sequence.length - sequence.computed > 1 and left:
+            if left and not sequence.generates(invariant):
                 rows.append(sequence.piece(left, invariant))
                 left -= rows[-1].count
         while self.waiting and left and len(self.running) < self.limits.running and self._starts(self.waiting[0]):
