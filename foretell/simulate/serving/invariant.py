@@ -37,7 +37,7 @@ def fixed_sizes(tokens: int) -> FixedSizes:
     return FixedSizes(GENERATED, min(PROMPTED, -(-tokens // 32) * 32), SEQUENCES)
 
 
-class StepPart(NamedTuple):
+class FixedPieces(NamedTuple):
     """What is computed at once."""
 
     generated: bool
@@ -45,9 +45,9 @@ class StepPart(NamedTuple):
     """Which of the step's rows, its first token here, how many."""
 
 
-def step_parts(rows: Iterable[tuple[bool, int]], sizes: FixedSizes) -> list[StepPart]:
+def step_parts(rows: Iterable[tuple[bool, int]], sizes: FixedSizes) -> list[FixedPieces]:
     """Of rows by their kind (generated) and tokens: those that generate first, each kind in the order of the step."""
-    found: list[StepPart] = []
+    found: list[FixedPieces] = []
     given = list(rows)
     for kind, room, most in ((True, sizes.generated, sizes.generated), (False, sizes.prompted, sizes.sequences)):
         pieces: list[tuple[int, int, int]] = []
@@ -56,13 +56,13 @@ def step_parts(rows: Iterable[tuple[bool, int]], sizes: FixedSizes) -> list[Step
             first = 0 if generated == kind else count
             while first < count:
                 if not left or len(pieces) == most:
-                    found.append(StepPart(kind, tuple(pieces)))
+                    found.append(FixedPieces(kind, tuple(pieces)))
                     pieces, left = [], room
                 many = min(count - first, left)
                 pieces.append((number, first, many))
                 first, left = first + many, left - many
         if pieces:
-            found.append(StepPart(kind, tuple(pieces)))
+            found.append(FixedPieces(kind, tuple(pieces)))
     return found
 
 
