@@ -147,7 +147,7 @@ class ServeLayout:
     compiled: bool = True
     """Blocks under torch.compile."""
     invariant: bool = False
-    """The bits of an answer hang on nothing else that is served."""
+    """The bits of an answer depend on nothing else that is served."""
     load: str = ""
     """It was planned for, as `--load` takes it."""
     slo: str = ""

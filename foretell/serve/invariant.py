@@ -1,4 +1,4 @@
-"""Steps on a GPU whose bits hang on no neighbour: in parts of two fixed shapes, one CUDA graph for each.
+"""Steps on a GPU whose bits depend on no neighbour: in parts of two fixed shapes, one CUDA graph for each.
 
     a step  │ generated tokens ─► parts of 128 rows: decode kernel │ tokens of prompts ─► parts of up to 512 rows: chunk kernel │
 

@@ -174,7 +174,7 @@ class StepRunner:
 
 
 class TokenRunner(StepRunner):
-    """Each token by itself: what it is hangs on no neighbour, whatever a processor makes of several rows."""
+    """Each token by itself: its bits depend on no neighbour, however a processor treats several rows."""
 
     group = 1
 

@@ -62,7 +62,7 @@ class Drawn:
 
     def __init__(self, logits: Tensor, asked: Sequence[tuple[Sampling, int]], best: Tensor | None = None, group: int = 0) -> None:
         """A token for each row; with each row how it is chosen, and which token of its answer it is. `best`: the likeliest, if known;
-        `group`: so many rows at a time, always, so that the bits of one hang on no other."""
+        `group`: so many rows at a time, always, so that the bits of one depend on no other."""
         self.asked = asked
         self.ids = logits.argmax(-1) if best is None else best
         drawn = [place for place, (how, _) in enumerate(asked) if how.temperature > 0]

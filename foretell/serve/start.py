@@ -53,7 +53,7 @@ class Setup:
     """On a GPU, of one rank."""
     compiled: bool = True
     invariant: bool = False
-    """The bits of an answer hang on nothing else that is served; of one rank."""
+    """The bits of an answer depend on nothing else that is served; of one rank."""
 
 
 class Started:
@@ -84,7 +84,7 @@ class Started:
     def told(self, host: str, port: int) -> str:
         about = self.about()
         call = '{"prompt": "Once upon a time", "max_tokens": 32}'
-        invariant = ["invariant: the bits of an answer hang on nothing else that is served"] if self.setup.invariant else []
+        invariant = ["invariant: the bits of an answer depend on nothing else that is served"] if self.setup.invariant else []
         ranks = f" (tp {self.setup.tp}, pp {self.setup.pp}: {self.setup.tp * self.setup.pp} ranks)" if self.ranks is not None else ""
         return "\n".join([
             f"{about['model']}{ranks} on {about['device']}, {about['dtype']}: weights {human_bytes(about['weights_bytes'])}, "

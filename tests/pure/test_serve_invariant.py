@@ -1,4 +1,4 @@
-"""The bits of an answer hang on nothing else that is served: tokens and log probabilities alone and among others are equal."""
+"""The bits of an answer depend on nothing else that is served: tokens and log probabilities alone and among others are equal."""
 
 from __future__ import annotations
 
@@ -154,8 +154,8 @@ def test_a_scheduler_that_computes_them_as_prompts_does_not() -> None:
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_a_device_whose_rows_hang_on_others_is_refused() -> None:
-    """Found before anything is served, whatever it hangs on: a neighbour, or the place among the rows."""
+def test_a_device_whose_rows_depend_on_others_is_refused() -> None:
+    """Found before anything is served, whatever it depends on: a neighbour, or the place among the rows."""
 
     class Neighbours(FixedRunner):
         def _forward(self, layout: Any, generating: int | None = None) -> Tensor:
@@ -312,6 +312,6 @@ def test_a_server_says_that_it_is_so() -> None:
     server = started(setup)
     try:
         assert type(server.engine.runner) is TokenRunner and server.about()["invariant"]
-        assert "the bits of an answer hang on nothing else" in server.told("127.0.0.1", 1)
+        assert "the bits of an answer depend on nothing else" in server.told("127.0.0.1", 1)
     finally:
         server.server.keeper.drain()

@@ -150,7 +150,7 @@ class ServingAsked:
     compiled: bool = True
     """Blocks under torch.compile."""
     invariant: bool = False
-    """The bits of an answer hang on nothing else that is served."""
+    """The bits of an answer depend on nothing else that is served."""
     replicas: int = 1
     tp: int = 1
     pp: int = 1

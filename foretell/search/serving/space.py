@@ -45,7 +45,7 @@ class ServeQuestion:
     """replicas, tp, pp, page, running, tokens → as given."""
     graphs: bool = True
     invariant: bool = False
-    """Answers whose bits hang on nothing else that is served; of one device each."""
+    """Answers whose bits depend on nothing else that is served; of one device each."""
     patience: float = 60.0
     """Seconds after which no further layout is looked at."""
 

@@ -1,4 +1,4 @@
-"""Steps whose bits hang on no neighbour: tokens in parts of two fixed shapes, those that generate and those of prompts.
+"""Steps whose bits depend on no neighbour: tokens in parts of two fixed shapes, those that generate and those of prompts.
 
     a step   │ 70 generate │ 600 of prompts │
     computed │ 128 rows    │ 512 rows │ 512 rows │        what is larger than its tokens belongs to nobody
