@@ -288,7 +288,7 @@ def test_it_is_predicted_with_the_rows_that_it_computes() -> None:
 
 def test_the_commands_say_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*WORDS, "--on", "H100", "--invariant"]
-    assert main(["serve", *words, "--load", "users=4, in=200, out=30"]) == 0
+    assert main(["serve", *words]) == 0
     said = capsys.readouterr().out
     assert "invariant" in said.splitlines()[0] and "parts of 128 rows generate, parts of 512 rows compute prompts" in said
     plan = Plan(model={"model": "gpt2"}, hardware="H100", serve=ServeLayout(invariant=True, pages=64))
