@@ -194,7 +194,7 @@ def _rank(question: ServeQuestion, one: ServePoint) -> tuple[float, ...]:
         return 1.0, -one.inside, one.ttft, one.tpot
     money = one.dollars_per_million if one.dollars_per_million is not None else float(one.layout.devices)
     goal = {
-        "throughput": (-one.best_rate, float(one.layout.devices)), "latency": (one.tpot, one.ttft), "cost": (money, one.tpot),
+        "throughput": (-one.best_rate, float(one.layout.devices), one.tpot, one.ttft), "latency": (one.tpot, one.ttft), "cost": (money, one.tpot),
         "devices": (float(one.layout.devices), -one.best_rate),
     }  # fmt: skip
     return (0.0, *goal[question.goal])
