@@ -2,6 +2,7 @@
 
     python benchmarks/serve_engine.py ours --out rows.jsonl
     python benchmarks/serve_engine.py theirs --out rows.jsonl
+    python benchmarks/serve_engine.py ours forward theirs bars --out rows.jsonl      all bars in one call: about 8 minutes of an H200
 
 Random weights in the shape of Llama 3 8B, bf16, as transformers builds it. `theirs` is transformers' own generation: a static
 cache and torch.compile, batches of one length, and its continuous batching. Rows that are in the file are not measured again.
@@ -12,16 +13,15 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import json
 import random
 import statistics
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+from serving_runs import Rows
 
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -31,28 +31,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
              "vocab_size": 512},
 }  # fmt: skip
-
-
-class Rows:
-    """What was measured, kept as soon as it is."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.known = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    def has(self, **key: Any) -> bool:
-        return any(all(row.get(name) == value for name, value in key.items()) for row in self.known)
-
-    def add(self, **row: Any) -> None:
-        self.known.append(row)
-        about = {"date": datetime.now(UTC).date().isoformat(), "torch": torch.__version__, "device": device_name()}
-        with self.path.open("a") as file:
-            file.write(json.dumps({**row, **about}) + "\n")
-        print(json.dumps(row), flush=True)
-
-
-def device_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 def model(shape: str, context: int = 8192) -> Any:
@@ -220,6 +198,51 @@ def forward_alone(rows: Rows, shape: str) -> None:
         rows.add(part="forward", shape=shape, tokens=length, ms=round(ms, 2))
 
 
+def bars(rows: Rows, shape: str) -> None:
+    """What was asked for, beside the newest rows of each figure."""
+
+    def value(name: str, part: str, **key: Any) -> float | None:
+        found = [row for row in rows.known if row.get("part") == part and row.get("shape", shape) == shape]
+        found = [row for row in found if all(row.get(one) == of for one, of in key.items()) and row.get("compiled", True)]
+        return float(found[-1][name]) if found else None
+
+    def told(name: str, got: float | None, least: float) -> None:
+        verdict = "not measured" if got is None else f"{got:.3f} {'ok' if got >= least else 'BELOW'}"
+        print(f"{name:52} {verdict:14} at least {least:g}")
+
+    def over(one: float | None, other: float | None) -> float | None:
+        return None if one is None or other is None else one / other
+
+    copy = value("copy_gb_s", "floor") or 4130
+    step = {(batch, at): value("step_ms", "decode", batch=batch, context=at) for batch, at in ((1, 512), (32, 512), (64, 2048))}
+    read = (shape_bytes(shape) / 1e6, kv_bytes(shape) / 1e6)  # of weights, and of a token's keys and values
+    told("a token alone, of the floor by bytes", over((read[0] + 512 * read[1]) / copy, step[1, 512]), 0.75)
+    told("a token alone, beside static and compiled", over(value("tpot_ms", "theirs", batch=1), step[1, 512]), 1.4)
+    told("32 sequences, beside static and compiled", over(value("tpot_ms", "theirs", batch=32), step[32, 512]), 1.9)
+    told("64 sequences of 2,048, of the floor by bytes", over((read[0] + 64 * 2048 * read[1]) / copy, step[64, 2048]), 0.65)
+    best = [one for batch in (128, 256) if (one := value("seconds", "batches", batch=batch)) is not None]
+    told("256 requests, beside static batches at their best", over(min(best, default=None), value("seconds", "requests")), 1.8)
+    for length in (512, 2048, 4000):
+        forward, ours = value("ms", "forward", tokens=length), value("ms", "prefill", tokens=length)
+        told(f"a prompt of {length}, beside the compiled forward", over(forward, ours), 0.95)
+    share = value("host_share", "decode", batch=64, context=2048)
+    told("share of a step that is not the host's, at 64", None if share is None else 1 - share, 0.95)
+
+
+def shape_bytes(shape: str) -> float:
+    """Of weights that a step reads: all but the table of words."""
+    sizes = SHAPES[shape]
+    hidden, inner, words = sizes["hidden_size"], sizes["intermediate_size"], sizes["vocab_size"]
+    attention = hidden * hidden * 2 + 2 * hidden * hidden * sizes["num_key_value_heads"] // sizes["num_attention_heads"]
+    return 2.0 * (sizes["num_hidden_layers"] * (attention + 3 * hidden * inner) + hidden * words)
+
+
+def kv_bytes(shape: str) -> float:
+    """Of a token, all layers."""
+    sizes = SHAPES[shape]
+    return 4.0 * sizes["num_hidden_layers"] * sizes["num_key_value_heads"] * sizes["hidden_size"] // sizes["num_attention_heads"]
+
+
 def theirs(rows: Rows, shape: str) -> None:
     made = model(shape)
     words = SHAPES[shape]["vocab_size"]
@@ -254,7 +277,7 @@ def theirs(rows: Rows, shape: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", choices=["floors", "ours", "eager", "requests", "forward", "theirs"])
+    parser.add_argument("parts", nargs="+", choices=["floors", "ours", "eager", "requests", "forward", "theirs", "bars"])
     parser.add_argument("--shape", default="8b", choices=list(SHAPES))
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
@@ -265,9 +288,10 @@ def main() -> None:
         elif part in ("ours", "eager"):
             ours(rows, asked.shape, part == "ours")
         else:
-            {"requests": requests_alone, "forward": forward_alone, "theirs": theirs}[part](rows, asked.shape)
+            {"requests": requests_alone, "forward": forward_alone, "theirs": theirs, "bars": bars}[part](rows, asked.shape)
         gc.collect()
-        torch.cuda.empty_cache()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -30,16 +30,18 @@ DECODE = {
     "qwen2-0.5b": ((1, 128), (1, 32000), (8, 4096), (64, 512), (128, 2048), (256, 256)),
     "llama-1b": ((1, 512), (4, 8192), (16, 128), (32, 2048), (128, 512), (256, 1024)),
     "llama-3b": ((1, 2048), (8, 512), (32, 1024), (64, 4096), (128, 128)),
-    "llama2-7b": ((1, 512), (8, 2048), (32, 512), (64, 1024)),
+    "llama2-7b": ((1, 512), (8, 2048), (32, 512), (64, 1024), (128, 256)),
     "llama3-8b": ((1, 512), (1, 16384), (2, 1024), (8, 2048), (16, 1024), (32, 512), (64, 2048), (128, 512), (256, 1024)),
     "qwen2-14b": ((1, 512), (8, 8192), (32, 1024), (64, 512), (128, 2048)),
-    "qwen2-32b": ((1, 1024), (8, 512), (32, 2048), (64, 512)),
+    "qwen2-32b": ((1, 1024), (8, 512), (16, 4096), (32, 2048), (64, 512)),
 }
 PROMPTS = {
-    "qwen2-0.5b": (128, 1024, 8192), "llama-1b": (256, 2048, 8192), "llama-3b": (128, 1024, 4096), "llama2-7b": (512, 2048),
-    "llama3-8b": (128, 512, 1024, 2048, 8192), "qwen2-14b": (256, 1024, 8192), "qwen2-32b": (512, 2048),
+    "qwen2-0.5b": (128, 1024, 8192), "llama-1b": (256, 2048, 8192), "llama-3b": (128, 1024, 4096), "llama2-7b": (128, 512, 2048),
+    "llama3-8b": (128, 512, 1024, 2048, 8192), "qwen2-14b": (256, 1024, 8192), "qwen2-32b": (256, 512, 2048),
 }  # fmt: skip
 RUNNING, TOKENS = 256, 8192
+START, EACH = {"qwen2-14b": 40, "qwen2-32b": 60}, 1.5
+"""Seconds to build a model and capture its steps, if not 25; and of a case: about 6 minutes of an H200 in all."""
 ROOM = 100e9
 """Bytes of weights and pages together, at most."""
 
@@ -68,6 +70,8 @@ def predict(hardware: str, out: Path, asked: list[Case]) -> None:
             step = StepShape(many, many * tokens, (), many) if many else StepShape(0, 0, ((0, tokens),), 1)
             rows.append({"shape": shape, "many": many, "tokens": tokens, "predicted_ms": round(costs.seconds(step) * 1e3, 4)})
             print(rows[-1], flush=True)
+    seconds = sum(START.get(shape, 25) for shape in dict.fromkeys(case[0] for case in asked)) + EACH * len(rows)
+    print(f"{len(rows)} cases, about {seconds:.0f} s on the device", flush=True)
     about = {"on": hardware, "date": datetime.now(UTC).isoformat(timespec="seconds")}
     out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 

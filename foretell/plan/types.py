@@ -146,6 +146,8 @@ class ServeLayout:
     """The host's launches are replayed."""
     compiled: bool = True
     """Blocks under torch.compile."""
+    invariant: bool = False
+    """The bits of an answer depend on nothing else that is served."""
     load: str = ""
     """It was planned for, as `--load` takes it."""
     slo: str = ""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from foretell.errors import UserError
-from foretell.serve.runner import Launched, StepRunner
+from foretell.serve.runner import Launched, StepRunner, TokenRunner
 from foretell.serve.sampling import ChosenToken, Sampling
 from foretell.simulate.serving.pages import Pages
 from foretell.simulate.serving.scheduler import Scheduler, Step, StepLimits
@@ -177,10 +177,12 @@ class ServingEngine:
 
 def _runner(model: nn.Module, pages: int, size: int, limits: StepLimits, check: bool, compiled: bool, graphs: bool) -> StepRunner:
     if next(model.parameters()).device.type != "cuda":
-        return StepRunner(model, pages, size, check=check)
+        return (TokenRunner if limits.invariant else StepRunner)(model, pages, size, check=check)
     from foretell.serve.graphs import GraphRunner
+    from foretell.serve.invariant import FixedRunner
 
-    return GraphRunner(model, pages, size, running=limits.running, tokens=limits.tokens, check=check, compiled=compiled, graphs=graphs)
+    kind = FixedRunner if limits.invariant else GraphRunner
+    return kind(model, pages, size, running=limits.running, tokens=limits.tokens, check=check, compiled=compiled, graphs=graphs)
 
 
 def _row(one: Completion, start: int, count: int, newest: int | None = None) -> list[int]:

@@ -21,7 +21,7 @@ from foretell.serve import siblings
 from foretell.serve.runner import Launched, StepRunner
 from foretell.serve.sampling import ChosenToken, Drawn, Sampling
 from foretell.simulate.serving.replays import generating_sizes, mixed_sizes
-from foretell.simulate.serving.scheduler import Step
+from foretell.simulate.serving.scheduler import Row, Step
 from foretell.trace.serving.packed import IN_TURN, How, layers_of
 
 TURNS = 3
@@ -38,7 +38,12 @@ def _shape(query: Tensor, key: Tensor, value: Tensor, layer: int, window: int, s
 
 
 def _compute(query: Tensor, key: Tensor, value: Tensor, layer: int, window: int, scale: float, cap: float) -> Tensor:
-    return _rows[-1].attend(query, key, value, layer, window, scale, cap)
+    return rows_now().attend(query, key, value, layer, window, scale, cap)
+
+
+def rows_now() -> PagedRows:
+    """Of the step that is computed."""
+    return _rows[-1]
 
 
 _library.impl("attend", _shape, "Meta")
@@ -111,10 +116,12 @@ class StepLayout(NamedTuple):
             first += count
         return (*found[:5], found[5].reshape(self.tiles, 4), found[6].reshape(self.rows, self.wide))
 
-    def fill(self, out: np.ndarray, step: Step, tokens: Sequence[Sequence[int]], page: int, tall: int) -> None:
-        """Write a step; what is larger than it belongs to nobody, and is written nowhere."""
+    def fill(
+        self, out: np.ndarray, step: Sequence[Row], tokens: Sequence[Sequence[int]], page: int, tall: int, generating: bool = True
+    ) -> None:
+        """Write a step; what is larger than it belongs to nobody, and is written nowhere. `generating`: first rows of one token are."""
         given, places, slots, keep, lengths, tiles, table = self.of(out)
-        lengths[:], tiles[:], slots[:], generating = 0, 0, -1, True
+        lengths[:], tiles[:], slots[:] = 0, 0, -1
         first = tile = sampling = 0
         for row, (sequence, start, count) in enumerate(step):
             pages = sequence.pages
@@ -156,7 +163,7 @@ class NothingChosen:
 
 
 @dataclass(eq=False)
-class _Graph:
+class CapturedStep:
     """A step of so many tokens, ready to be replayed."""
 
     layout: StepLayout
@@ -175,19 +182,20 @@ class GraphRunner(StepRunner):
         from foretell.kernels.paged_attention import TALL
 
         self._tall = TALL
-        self.graphs: dict[int, _Graph] = {}
+        self.graphs: dict[int, CapturedStep] = {}
         """Of so many sequences that generate."""
-        self._mixed: dict[int, _Graph] = {}
+        self._mixed: dict[int, CapturedStep] = {}
         """Of so many tokens, some of them of prompts."""
         self.running, self.most = running, tokens
         super().__init__(model, pages, size, check=False)
         self.wide = -(-min(longest or self.context, self.context, pages * size) // size)
         """Pages of a sequence at most."""
-        self._room = self._layout(max(2, tokens), max(2, running), max(2, running), tokens // self._tall + running + 1).size
-        self._pinned = [torch.empty(self._room, dtype=torch.int32, pin_memory=True) for _ in range(TURNS)]
-        self._told = [torch.empty(max(running, tokens), dtype=torch.int64, pin_memory=True) for _ in range(TURNS)]
+        self._room = self._most_numbers()
+        pin = self.device.type == "cuda"
+        self._pinned = [torch.empty(self._room, dtype=torch.int32, pin_memory=pin) for _ in range(TURNS)]
+        self._told = [torch.empty(max(running, tokens), dtype=torch.int64, pin_memory=pin) for _ in range(TURNS)]
         self._given = torch.zeros(self._room, dtype=torch.int32, device=self.device)
-        self._latest = torch.zeros(max(running, tokens), dtype=torch.int64, device=self.device)
+        self._latest = self._chosen = torch.zeros(max(running, tokens), dtype=torch.int64, device=self.device)
         self._events = [torch.cuda.Event() for _ in range(TURNS)]
         self._turn = 0
         self._logits = torch.empty(0, dtype=self.dtype, device=self.device)
@@ -209,6 +217,16 @@ class GraphRunner(StepRunner):
         self._compiled, self._moved, self.graphs, self._mixed, self._logits = [], [], {}, {}, self._logits[:0].clone()
         super().close()
 
+    @property
+    def _most_kept(self) -> int:
+        """Rows with logits of what is computed at once."""
+        return max(2, self.running)
+
+    def _most_numbers(self) -> int:
+        """Of what is computed at once."""
+        rows = max(2, self.running)
+        return self._layout(max(2, self.most), rows, rows, self.most // self._tall + self.running + 1).size
+
     # ------------------------------------------------------------------ a step
 
     def launch(self, step: Step, tokens: Sequence[Sequence[int]], asked: Sequence[tuple[Sampling, int]]) -> Launched:
@@ -223,10 +241,14 @@ class GraphRunner(StepRunner):
         else:
             graph.replay()
             logits, best = self._logits[: len(asked)], self._latest[: len(asked)]
+        return self._sampled(turn, logits, asked, best)
+
+    def _sampled(self, turn: int, logits: Tensor, asked: Sequence[tuple[Sampling, int]], best: Tensor | None) -> Launched:
+        """Tokens of a step are on their way."""
         if not asked:
             self._events[turn].record()
             return NothingChosen()
-        drawn = Drawn(logits, asked, best)
+        drawn = Drawn(logits, asked, best, self.group)
         if drawn.ids is not best:
             self._latest[: len(asked)].copy_(drawn.ids)
         told = self._told[turn][: len(asked)]
@@ -249,7 +271,7 @@ class GraphRunner(StepRunner):
         tiles = sum(-(-row.count // self._tall) for row in step[generating:])
         return self._layout(sum(row.count for row in step), len(step), max(1, sum(row.samples for row in step)), tiles)
 
-    def _graph_for(self, step: Step) -> _Graph | None:
+    def _graph_for(self, step: Step) -> CapturedStep | None:
         if all(row.count == 1 and row.samples for row in step):
             return next((one for size, one in self.graphs.items() if size >= len(step)), None)
         count = sum(row.count for row in step)
@@ -279,28 +301,30 @@ class GraphRunner(StepRunner):
             one.compile(dynamic=True, backend=siblings.backend)
 
     def _capture_all(self) -> None:
-        """Graphs in one pool, the largest first."""
-        alone, mixed = reversed(generating_sizes(self.running)), reversed(mixed_sizes(self.running, self.most))
-        pool = torch.cuda.graph_pool_handle()
+        """Graphs in one pool; what is not captured is launched, which the notes say."""
         try:
-            for size in mixed:
-                self._mixed[size] = self._captured(self._layout(size, self.running, self.running, size // self._tall + self.running), pool)
-            for size in alone:
-                self.graphs[size] = self._captured(self._layout(size, size, size, 0), pool)
+            self._capture_each(torch.cuda.graph_pool_handle())
         except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
             self.graphs, self._mixed, self._logits = {}, {}, self._logits[:0].clone()
             self.notes.append(f"no CUDA graphs: {str(error).splitlines()[0]}")
         self.graphs, self._mixed = dict(sorted(self.graphs.items())), dict(sorted(self._mixed.items()))
 
-    def _captured(self, layout: StepLayout, pool: Any) -> _Graph:
+    def _capture_each(self, pool: Any) -> None:
+        """The largest first."""
+        for size in reversed(mixed_sizes(self.running, self.most)):
+            self._mixed[size] = self._captured(self._layout(size, self.running, self.running, size // self._tall + self.running), pool)
+        for size in reversed(generating_sizes(self.running)):
+            self.graphs[size] = self._captured(self._layout(size, size, size, 0), pool)
+
+    def _captured(self, layout: StepLayout, pool: Any, generating: int | None = None) -> CapturedStep:
         layout.fill(self._pinned[0].numpy(), (), (), self.pool.size, self._tall)
         self._given[: layout.size].copy_(self._pinned[0][: layout.size])
 
         def forward() -> None:
-            logits = self._forward(layout)
-            self._latest[: layout.kept].copy_(logits.argmax(-1))
+            logits = self._forward(layout, generating)
+            self._chosen[: layout.kept].copy_(logits.argmax(-1))
             if not self._logits.numel():  # the first time of all, which no graph records
-                self._logits = torch.zeros(max(2, self.running), logits.shape[-1], dtype=logits.dtype, device=self.device)
+                self._logits = torch.zeros(self._most_kept, logits.shape[-1], dtype=logits.dtype, device=self.device)
             self._logits[: layout.kept].copy_(logits)  # of all graphs in one place: kept by each, they would be more than a gigabyte
 
         for _ in range(2):  # compiles, tunes, and leaves nothing to be made within the capture
@@ -309,4 +333,4 @@ class GraphRunner(StepRunner):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             forward()
-        return _Graph(layout, graph.replay)
+        return CapturedStep(layout, graph.replay)

@@ -12,7 +12,9 @@ from torch.nn import functional
 
 from foretell.errors import ModelError
 from foretell.serve.sampling import ChosenToken, Sampling, choose
-from foretell.simulate.serving.scheduler import Step
+from foretell.simulate.serving.pages import Pages
+from foretell.simulate.serving.scheduler import Row, Step
+from foretell.simulate.serving.scheduler import Sequence as Asked
 from foretell.trace.serving.packed import REMEDY, Cached, How, Packed, layers_of
 
 PROBE_TOKENS = 12
@@ -107,6 +109,8 @@ class StepRunner:
 
     ahead = False
     """A step can be launched before the tokens of the one before are known."""
+    group = 0
+    """Rows that are sampled at a time, always; 0: as many as there are, a few at a time."""
 
     def __init__(self, model: nn.Module, pages: int, size: int, *, check: bool = True) -> None:
         self.model = model.eval()
@@ -125,7 +129,7 @@ class StepRunner:
     def launch(self, step: Step, tokens: Sequence[Sequence[int]], asked: Sequence[tuple[Sampling, int]]) -> Launched:
         """Compute a step: the tokens of each row, and how those that sample do. One token for each of these."""
         logits = self.logits(step, tokens)
-        return Computed(choose(logits, asked) if asked else [])
+        return Computed(choose(logits, asked, self.group) if asked else [])
 
     def close(self) -> None:
         """The model is as it was."""
@@ -139,10 +143,6 @@ class StepRunner:
 
     def _agrees(self) -> None:
         """Pages give what the model's own forward gives, for one short prompt in two chunks; refused where they do not."""
-        from foretell.simulate.serving.pages import Pages
-        from foretell.simulate.serving.scheduler import Row
-        from foretell.simulate.serving.scheduler import Sequence as Asked
-
         words = self.words
         count = min(PROBE_TOKENS, self.pool.keys[0].shape[0])
         prompt = [(7 * place + 3) % words for place in range(count)]
@@ -171,6 +171,21 @@ class StepRunner:
                 found.append(own[0, -1].clone())
             self._known = found[0], _apart(*found)
         return self._known
+
+
+class TokenRunner(StepRunner):
+    """Each token by itself: its bits depend on no neighbour, however a processor treats several rows."""
+
+    group = 1
+
+    def logits(self, step: Step, tokens: Sequence[Sequence[int]]) -> Tensor:
+        found = []
+        for (sequence, start, count), given in zip(step, tokens, strict=True):
+            for place, token in zip(range(start, start + count), given, strict=True):
+                logits = super().logits((Row(sequence, place, 1),), [[token]])
+            if start + count == sequence.length:
+                found.append(logits)
+        return torch.cat(found) if found else logits
 
 
 def _apart(one: Tensor, other: Tensor) -> float:

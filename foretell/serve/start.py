@@ -52,6 +52,8 @@ class Setup:
     graphs: bool = True
     """On a GPU, of one rank."""
     compiled: bool = True
+    invariant: bool = False
+    """The bits of an answer depend on nothing else that is served; of one rank."""
 
 
 class Started:
@@ -75,13 +77,14 @@ class Started:
             "model": self.setup.model, "device": str(runner.device), "dtype": str(runner.dtype).removeprefix("torch."), "weights_bytes": weights,
             "kv_bytes": kept, "kv_bytes_per_token": a_token, "pages": self.setup.pages, "page_tokens": self.setup.size,
             "tokens": self.setup.pages * self.setup.size, "longest_request": self.engine.longest, "running": self.setup.running,
-            "step_tokens": self.setup.tokens, "notes": self.notes,
+            "step_tokens": self.setup.tokens, "invariant": self.setup.invariant, "notes": self.notes,
             "tp": self.setup.tp, "pp": self.setup.pp, "rank_processes": self.ranks.ids if self.ranks is not None else [],
         }  # fmt: skip
 
     def told(self, host: str, port: int) -> str:
         about = self.about()
         call = '{"prompt": "Once upon a time", "max_tokens": 32}'
+        invariant = ["invariant: the bits of an answer depend on nothing else that is served"] if self.setup.invariant else []
         ranks = f" (tp {self.setup.tp}, pp {self.setup.pp}: {self.setup.tp * self.setup.pp} ranks)" if self.ranks is not None else ""
         return "\n".join([
             f"{about['model']}{ranks} on {about['device']}, {about['dtype']}: weights {human_bytes(about['weights_bytes'])}, "
@@ -89,6 +92,7 @@ class Started:
             f"{human_bytes(about['kv_bytes_per_token'])} a token)",
             f"room for {about['tokens']:,} tokens at once; the longest request {about['longest_request']:,}; "
             f"{about['running']} sequences and {about['step_tokens']} tokens a step",
+            *invariant,
             *self.notes,
             f"ready at http://{host}:{port}/v1   (Ctrl-C finishes what is under way)",
             f"try: curl http://{host}:{port}/v1/completions -d {shell_word(call)}",
@@ -111,11 +115,13 @@ def started(setup: Setup) -> Started:
         raise UserError(f"--dtype {setup.dtype}", f"auto, {', '.join(DTYPES)}")
     notes = [] if setup.weights is not None else [RANDOM]
     if setup.tp * setup.pp > 1:
+        if setup.invariant:
+            raise UserError(f"--tp {setup.tp} --pp {setup.pp} with --invariant, which is of one rank", "one rank, or no --invariant")
         return _ranked(replace(setup, device=device.type), notes)
     model, lines = _loaded(setup, device)
     notes += lines
     model = model.to(device)
-    limits = StepLimits(running=setup.running, tokens=max(setup.tokens, setup.running))
+    limits = StepLimits(running=setup.running, tokens=max(setup.tokens, setup.running), invariant=setup.invariant)
     engine = ServingEngine(
         model, pages=setup.pages, size=setup.size, limits=limits, share=setup.share, compiled=setup.compiled, graphs=setup.graphs
     )

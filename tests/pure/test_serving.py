@@ -145,8 +145,9 @@ def figures(served: Served) -> list[object]:
     "text", ["rate=6, in=200±100, out=60±30", "users=9, in=50..300, out=40", "all=40, in=100, out=8..120", "rate=9, in=1..3, out=1..2"]
 )
 @pytest.mark.parametrize(("pages", "size", "running", "tokens"), [(2000, 16, 8, 256), (80, 16, 8, 256), (45, 8, 20, 33), (400, 1, 7, 7)])
-def test_a_run_by_counts_is_that_step_by_step_bit_for_bit(text: str, pages: int, size: int, running: int, tokens: int) -> None:
-    limits = StepLimits(running=running, tokens=tokens)
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_run_by_counts_is_that_step_by_step_bit_for_bit(text: str, pages: int, size: int, running: int, tokens: int, invariant: bool) -> None:
+    limits = StepLimits(running=running, tokens=tokens, invariant=invariant)
     quick, slow = (simulated(load_of(text), kind(Pages(pages, size), limits), seconds, 20.0) for kind in (Scheduler, Named))
     assert figures(quick) == figures(slow)
     assert slow.answers or slow.refused
@@ -155,7 +156,7 @@ def test_a_run_by_counts_is_that_step_by_step_bit_for_bit(text: str, pages: int,
 @pytest.mark.parametrize("seed", range(25))
 def test_the_same_where_pages_are_short_and_sizes_odd(seed: int) -> None:
     draw = random.Random(seed)
-    limits = StepLimits(running=(many := draw.randint(1, 12)), tokens=many + draw.randint(0, 40), ahead=seed % 2 == 1)
+    limits = StepLimits(running=(many := draw.randint(1, 12)), tokens=many + draw.randint(0, 40), ahead=seed % 2 == 1, invariant=seed % 5 > 2)
     pages, size = draw.randint(12, 60), draw.choice([1, 2, 5, 16])
     text = f"{draw.choice(['rate=20', 'users=6', 'all=30'])}, in=1..{draw.randint(2, 60)}, out=1..{draw.randint(1, 40)}, seed={seed}"
     found = [simulated(load_of(text), kind(Pages(pages, size), limits), seconds, 6.0, most_waiting=40) for kind in (Scheduler, Named)]

@@ -18,6 +18,7 @@ from foretell.plan.precision import for_inference
 from foretell.plan.types import ServeLayout
 from foretell.price.speeds import Options
 from foretell.quantities import NO
+from foretell.simulate.serving.invariant import fixed_sizes
 from foretell.simulate.serving.layout import LayoutCosts, LayoutShares
 from foretell.simulate.serving.load import Load
 from foretell.simulate.serving.pages import Pages
@@ -37,6 +38,7 @@ NOT_YET = "foretell serve does not run"
 MLA = "keys and values as latent attention's kernels keep them; foretell serve keeps whole heads, {} a token"
 WINDOWS = "layers with a window keep all tokens, as foretell serve does; given back, a sequence of {:,} tokens would need {} instead of {}"
 ROUNDS = "pp: micro-batches are equal, and as many in flight as there are stages"
+INVARIANT = "invariant: parts of {} rows generate, parts of {} rows compute prompts, padded, {} prompts in one at most"
 NOTE = "attention over pages as vLLM's kernels take (public tables, 11 to 22 % off in the median)"
 
 
@@ -116,6 +118,7 @@ class ServingForecast:
     """Of a step, from which on the weight format is slower than 16 bits; None: never, or 16 bits."""
     joules_per_token: float | None = None
     """Of a generated token, at the load."""
+    invariant: bool = False
     not_run_yet: tuple[str, ...] = ()
     """What of it `foretell serve` does not do."""
     timeline: tuple[tuple[float, int], ...] = ()
@@ -146,6 +149,8 @@ class ServingAsked:
     graphs: bool = True
     compiled: bool = True
     """Blocks under torch.compile."""
+    invariant: bool = False
+    """The bits of an answer depend on nothing else that is served."""
     replicas: int = 1
     tp: int = 1
     pp: int = 1
@@ -162,7 +167,7 @@ class ServingAsked:
         return ServeLayout(
             replicas=self.replicas, tp=self.tp, pp=self.pp, weights=self.weights, kv=self.kv, page=self.size, pages=self.pages or 0,
             running=self.running, tokens=max(self.tokens, self.running), share=self.share, graphs=self.graphs,
-            compiled=self.compiled,
+            compiled=self.compiled, invariant=self.invariant,
         )  # fmt: skip
 
 
@@ -207,7 +212,8 @@ def served_model(asked: ServingAsked) -> ServedModel:
 
 
 def scheduler_of(layout: ServeLayout) -> Scheduler:
-    return Scheduler(Pages(layout.pages, layout.page), StepLimits(running=layout.running, tokens=max(layout.tokens, layout.running), ahead=True))
+    tokens = max(layout.tokens, layout.running)
+    return Scheduler(Pages(layout.pages, layout.page), StepLimits(running=layout.running, tokens=tokens, ahead=True, invariant=layout.invariant))
 
 
 def forecast(asked: ServingAsked) -> ServingForecast:
@@ -252,6 +258,7 @@ def answer(model: ServedModel, costs: LayoutCosts, asked: ServingAsked) -> Servi
         tp=layout.tp, pp=layout.pp, replicas=layout.replicas, weights=layout.weights, kv=layout.kv, logits_bytes=largest.logits_bytes,
         sampler_bytes=largest.sampler_bytes, longest=longest if positions is None else min(longest, positions), context=positions,
         crossover_tokens=crossover(model, costs), joules_per_token=joules, not_run_yet=layout.not_run_yet, timeline=timeline,
+        invariant=layout.invariant,
         capacity_rate=rate, dollars_per_million=dollars, assumptions=assumptions(model, costs, asked.load),
     )  # fmt: skip
 
@@ -294,6 +301,8 @@ def assumptions(model: ServedModel, costs: LayoutCosts, load: Load | None) -> tu
         found.append(f"requests above the model's {model.context:,} positions (up to {longest:,}) are counted as served; the engine refuses them")
     if model.context is None:
         found.append("the model does not say how many positions it has: requests are limited by pages alone")
+    if layout.invariant:
+        found.append(INVARIANT.format(*fixed_sizes(layout.tokens)))
     if layout.graphs:
         found.append("CUDA graphs: the host's launches are left out")
     if layout.tp * layout.pp > 1:

@@ -57,16 +57,17 @@ def point_json(one: ServePoint) -> dict[str, Any]:
 def plan_serving(
     model: str, hardware: str, load: Load, load_text: str, limit: Limit, slo: str, *, goal: str = "throughput", may: tuple[str, ...] = (),
     fixed: Mapping[str, int] | None = None, overrides: Mapping[str, Any] | None = None, precision: str = "auto", graphs: bool = True,
-    what_ifs: bool = False, patience: float | None = None,
+    invariant: bool = False, what_ifs: bool = False, patience: float | None = None,
 ) -> ServingPlanAnswer:  # fmt: skip
     """Search, and describe the best as a plan."""
     if goal not in GOALS:
         raise UserError(f"--goal {goal} is not known", f"one of {', '.join(GOALS)}")
-    asked = ServingAsked(model=model, hardware=hardware, overrides=overrides or {}, precision=precision, load=load, limit=limit, graphs=graphs)
+    asked = ServingAsked(model=model, hardware=hardware, overrides=overrides or {}, precision=precision, load=load, limit=limit, graphs=graphs,
+                         invariant=invariant)  # fmt: skip
     source = served_model(asked)
     question = ServeQuestion(
         trace=source.trace, recipe=source.recipe, cluster=source.cluster, options=Options(profile_of=find_profile), load=load, limit=limit,
-        goal=goal, may=may, fixed=dict(fixed or {}), graphs=graphs, patience=patience or 60.0,
+        goal=goal, may=may, fixed=dict(fixed or {}), graphs=graphs, invariant=invariant, patience=patience or 60.0,
     )  # fmt: skip
     found = find(question)
     budget = WHAT_IF_SECONDS if what_ifs or found.best is None else LEFT_SECONDS - found.seconds

@@ -52,6 +52,7 @@ def plan(
     running: int | None = typer.Option(None, "--running", metavar="N", help="With --serve: fix the sequences that are generated at a time."),
     step_tokens: int | None = typer.Option(None, "--step-tokens", metavar="N", help="With --serve: fix the tokens of a step."),
     graphs: bool = typer.Option(True, "--graphs/--no-graphs", help="With --serve: the host's launches are replayed."),
+    invariant: bool = typer.Option(False, "--invariant", help=f"With --serve: {serving.INVARIANT}"),
     from_: Path | None = typer.Option(None, "--from", metavar="FILE", show_default=False, help=from_file.HELP),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
@@ -64,8 +65,9 @@ def plan(
         model, on, theirs = from_file.take_over(from_, on, options, context)
     if serve:
         sizes = {"page": page, "running": running, "tokens": step_tokens}
-        return serve_command(model, on, options, context, sizes, load=load, slo=slo, goal=goal, graphs=graphs, out=out, json=json)
-    serving.refuse_without(context, "load", "slo", "goal", "page", "running", "step_tokens", "graphs")
+        steps = {"graphs": graphs, "invariant": invariant}
+        return serve_command(model, on, options, context, sizes, load=load, slo=slo, goal=goal, steps=steps, out=out, json=json)
+    serving.refuse_without(context, "load", "slo", "goal", "page", "running", "step_tokens", "graphs", "invariant")
     only_served = [one for one in options["may"] or () if one not in MAY]
     if only_served:
         raise UserError(f"--may {only_served[0]} is about serving", f"add --serve, or one of {', '.join(MAY)}")

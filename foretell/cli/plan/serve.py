@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from foretell.plan.types import ServeLayout
     from foretell.search.serving.find import ServePoint
 
-_OWN = ("model", "on", "serve", "load", "slo", "goal", "page", "running", "step_tokens", "graphs", "overrides", "json", "debug", "precision", "out",
-        "tp", "pp", "dp_replicate", "may", "patience", "what_if", "explain", "cache", "time_limit")  # fmt: skip
+_OWN = ("model", "on", "serve", "load", "slo", "goal", "page", "running", "step_tokens", "graphs", "invariant", "overrides", "json", "debug",
+        "precision", "out", "tp", "pp", "dp_replicate", "may", "patience", "what_if", "explain", "cache", "time_limit")  # fmt: skip
 SHOWN = 6
 """Layouts of the front, and of those ruled out, that are told of."""
 
 
 def serve_command(
     model: str | None, on: str, options: Mapping[str, Any], context: typer.Context, sizes: Mapping[str, int | None], *, load: str | None,
-    slo: str | None, goal: str, graphs: bool, out: str, json: bool,
+    slo: str | None, goal: str, steps: Mapping[str, bool], out: str, json: bool,
 ) -> int:  # fmt: skip
     """Search, write the plan, print why. Exit 0 found, 1 nothing keeps the limits, 2 bad input."""
     from foretell.api.serving.plan import plan_serving
@@ -54,7 +54,7 @@ def serve_command(
     def work() -> ServingPlanAnswer:
         return plan_serving(
             model, on, asked, load, serving.limits(slo), slo or "", goal=goal, may=may, fixed={k: v for k, v in fixed.items() if v is not None},
-            overrides=options["overrides"], precision=options["precision"] or "auto", graphs=graphs,
+            overrides=options["overrides"], precision=options["precision"] or "auto", **steps,
             what_ifs=options["what_if"] or context.params["explain"], patience=options["patience"],
         )  # fmt: skip
 
@@ -89,6 +89,7 @@ def words(layout: ServeLayout) -> str:
     parts += [f"{name} {size}" for name, size in (("tp", layout.tp), ("pp", layout.pp)) if size > 1]
     formats = [f"{layout.weights} weights"] if layout.weights != "bf16" else []
     formats += [f"{layout.kv} keys and values"] if layout.kv != "bf16" else []
+    formats += ["invariant"] if layout.invariant else []
     sizes = f", {layout.running} running, {layout.tokens} tokens a step, pages of {layout.page}"
     return " × ".join(parts) + "".join(f", {one}" for one in formats) + sizes
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 LOAD = 'With --serve: "rate=8, in=1024±512, out=256±128", users=32, all=256, or a .csv or .jsonl of requests.'
 SLO = "With --serve: limits that 95 % of the answers must keep, such as ttft=500ms,tpot=40ms."
 
+INVARIANT = "The bits of an answer depend on nothing else that is served: steps are computed in parts of fixed sizes."
+
 
 def refuse_without(context: typer.Context, *names: str) -> None:
     """Options of --serve that were typed without it."""

@@ -55,7 +55,7 @@ def layout_words(found: ServingForecast) -> str:
     parts = [f"{found.replicas} replicas" if found.replicas > 1 else ""]
     parts += [f"{name} {size}" for name, size in (("tp", found.tp), ("pp", found.pp)) if size > 1]
     parts += [f"{found.weights} weights" if found.weights != "bf16" else "", f"{found.kv} keys and values" if found.kv != "bf16" else ""]
-    return "".join(f", {part}" for part in parts if part)
+    return "".join(f", {part}" for part in (*parts, "invariant" if found.invariant else "") if part)
 
 
 def memory_lines(found: ServingForecast) -> list[str]:

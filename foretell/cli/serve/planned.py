@@ -21,7 +21,7 @@ def from_plan(context: typer.Context, serve: Callable[..., int], path: str) -> i
     said = {
         "model": plan.model["model"], "override": [f"{name}={_value(value)}" for name, value in plan.model.get("overrides", {}).items()],
         "pages": layout.pages, "size": layout.page, "running": layout.running, "tokens": layout.tokens, "share": layout.share,
-        "tp": layout.tp, "pp": layout.pp, "graphs": layout.graphs, "compiled": layout.compiled,
+        "tp": layout.tp, "pp": layout.pp, "graphs": layout.graphs, "compiled": layout.compiled, "invariant": layout.invariant,
     }  # fmt: skip
     forecasts = given["on"] is not None
     if forecasts:

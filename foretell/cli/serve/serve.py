@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from foretell.cli import common
+from foretell.cli.serve.asked import INVARIANT
 from foretell.errors import UserError
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def serve(
     ),
     graphs: bool = typer.Option(True, "--graphs/--no-graphs", help="On a GPU: launches of a step are replayed as a CUDA graph."),
     compiled: bool = typer.Option(True, "--compile/--no-compile", help="On a GPU: layers under torch.compile, as one piece of code."),
+    invariant: bool = typer.Option(False, "--invariant", help=INVARIANT),
     seed: int = typer.Option(0, "--seed", help="Of the weights, where none are given."),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
@@ -66,6 +68,8 @@ def serve(
 
         return from_plan(context, serve, model)
     _check(pages=pages, page=size, running=running, tokens=tokens, queue=queue, replicas=replicas, tp=tp, pp=pp)
+    if invariant and (eject is not None or engine != "foretell"):
+        raise UserError("--invariant is of foretell's own engine", "leave it out, or --eject and --engine")
     if eject is not None:
         from foretell.cli.serve.ejected import written
 
@@ -79,7 +83,7 @@ def serve(
     if on is not None:
         from foretell.cli.serve.forecast import told
 
-        sizes = {"pages": pages, "size": size, "running": running, "tokens": tokens, "share": share, "compiled": compiled}
+        sizes = {"pages": pages, "size": size, "running": running, "tokens": tokens, "share": share, "compiled": compiled, "invariant": invariant}
         ranks = {"replicas": replicas, "tp": tp, "pp": pp, "weights": weight_format, "kv": kv}
         return told(model, on, override, dtype, {**sizes, **ranks}, load=load, slo=slo, graphs=graphs, json=json)
     _check_run(load, slo, plain=(replicas, weight_format, kv) == (1, "bf16", "bf16"), port=port)
@@ -89,6 +93,7 @@ def serve(
     asked = Setup(
         model=model, overrides=words.overrides(override), weights=weights, tokenizer=tokenizer, device=device, dtype=dtype, pages=pages, size=size,
         running=running, tokens=tokens, share=share, queue=queue, seed=seed, tp=tp, pp=pp, graphs=graphs, compiled=compiled,
+        invariant=invariant,
     )  # fmt: skip
     return _run(asked, host, port, json=json)
 

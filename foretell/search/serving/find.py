@@ -128,7 +128,7 @@ def _looked(question: ServeQuestion, shares: LayoutShares, begun: float) -> tupl
     ruled: list[Ruled] = []
     known: dict[tuple[object, ...], ServeCandidate | Ruled] = {}
     for (replicas, tp, pp), (weights, kv) in ((mesh, pair) for pair in formats(question) for mesh in meshes(question)):
-        layout = ServeLayout(replicas=replicas, tp=tp, pp=pp, weights=weights, kv=kv, graphs=question.graphs)
+        layout = ServeLayout(replicas=replicas, tp=tp, pp=pp, weights=weights, kv=kv, graphs=question.graphs, invariant=question.invariant)
         capacity_bytes = question.cluster.device.memory_bytes
         if weights_share(question.trace, layout) > capacity_bytes:
             ruled.append(Ruled(layout=layout, why="its weights alone are larger than a device"))
@@ -164,7 +164,8 @@ def _varied(ranked: Sequence[ServeCandidate]) -> list[ServeCandidate]:
 
 
 def scheduler_of(layout: ServeLayout) -> Scheduler:
-    return Scheduler(Pages(layout.pages, layout.page), StepLimits(running=layout.running, tokens=max(layout.tokens, layout.running)))
+    tokens = max(layout.tokens, layout.running)
+    return Scheduler(Pages(layout.pages, layout.page), StepLimits(running=layout.running, tokens=tokens, invariant=layout.invariant))
 
 
 def _simulated(question: ServeQuestion, layout: ServeLayout, costs: LayoutCosts, *, guess: float | None = None, whole: bool = False) -> ServePoint:
@@ -193,7 +194,7 @@ def _rank(question: ServeQuestion, one: ServePoint) -> tuple[float, ...]:
         return 1.0, -one.inside, one.ttft, one.tpot
     money = one.dollars_per_million if one.dollars_per_million is not None else float(one.layout.devices)
     goal = {
-        "throughput": (-one.best_rate, float(one.layout.devices)), "latency": (one.tpot, one.ttft), "cost": (money, one.tpot),
+        "throughput": (-one.best_rate, float(one.layout.devices), one.tpot, one.ttft), "latency": (one.tpot, one.ttft), "cost": (money, one.tpot),
         "devices": (float(one.layout.devices), -one.best_rate),
     }  # fmt: skip
     return (0.0, *goal[question.goal])

@@ -44,6 +44,8 @@ class ServeQuestion:
     fixed: Mapping[str, int] = field(default_factory=dict)
     """replicas, tp, pp, page, running, tokens → as given."""
     graphs: bool = True
+    invariant: bool = False
+    """Answers whose bits depend on nothing else that is served; of one device each."""
     patience: float = 60.0
     """Seconds after which no further layout is looked at."""
 
@@ -96,6 +98,8 @@ def meshes(question: ServeQuestion) -> Iterator[tuple[int, int, int]]:
     count, trace, fixed = question.cluster.count, question.trace, question.fixed
     blocks = len(blocks_of(trace).each)
     node = question.cluster.devices_per_domain or question.cluster.devices_per_node
+    if question.invariant:
+        fixed = {"tp": 1, "pp": 1, **fixed}
     widths = [fixed["tp"]] if "tp" in fixed else [one for one in range(1, min(count, node, heads(trace)[0]) + 1) if one & (one - 1) == 0]
     for tp in widths:
         refused = heads_refusal(trace, tp)

@@ -53,7 +53,7 @@ class CountedClock:
         self.next: Request | None = next(self.coming, None)
         self.now = self.seen = 0.0
         """`seen`: what has come by then is known when the next step is decided."""
-        self.ahead = limits.ahead
+        self.ahead, self.invariant = limits.ahead, limits.invariant
         self.later: list[_CountedSequence] = []
         """Who asked again while the next step was decided already."""
         self.step = 0
@@ -128,11 +128,11 @@ class CountedClock:
             else:
                 for one in alive:
                     self._grow(one)
-        left = self.tokens - self.generating
+        left = self.tokens if self.invariant else self.tokens - self.generating
         rows: list[tuple[_CountedSequence, int]] = []
         for one in self.prompts:
             if left:
-                count = min(one.length - one.computed, left)
+                count = min(self._end_of_piece(one) - one.computed, left)
                 rows.append((one, count))
                 left -= count
         while self.waiting and left and len(self.running) < self.most_running:
@@ -147,10 +147,15 @@ class CountedClock:
             one.began = self.started
             self.running.append(one)
             self.prompts.append(one)
-            count = min(one.length, left)
+            count = min(self._end_of_piece(one), left)
             rows.append((one, count))
             left -= count
+        if self.invariant:
+            rows.sort(key=lambda row: row[0].computed < row[0].prompt)
         return rows
+
+    def _end_of_piece(self, one: _CountedSequence) -> int:
+        return one.prompt if self.invariant and one.computed < one.prompt else one.length
 
     def _grow(self, one: _CountedSequence) -> None:
         self.free -= 1
@@ -187,9 +192,9 @@ class CountedClock:
         served, generating = self.served, self.generating
         ones, attended, samples, chunks = generating, self.attended, generating, []
         for one, count in rows:
-            if count == 1:
-                ones += 1
-                attended += one.computed + 1
+            if one.computed >= one.prompt if self.invariant else count == 1:
+                ones += count
+                attended += count * one.computed + count * (count + 1) // 2
             else:
                 chunks.append((one.computed, count))
             samples += one.computed + count == one.length
@@ -234,7 +239,7 @@ class CountedClock:
                 late += self._sampled(one, begun)
             if sampled and one.length - one.prompt >= one.most:
                 finished.append(one)
-            elif one.length - one.computed == 1:
+            elif one.length - one.computed == 1 and (one.computed >= one.prompt or not self.invariant):
                 self._begins(one, fresh=not sampled)
             else:
                 continue

@@ -33,7 +33,8 @@ from foretell.quantities import FITS, NO, TIGHT, Memory
 from foretell.simulate.memory.memory import TIGHT_SHARE, MemoryOutcome
 from foretell.simulate.parts import memory_of
 from foretell.simulate.serving.cost import StepCosts
-from foretell.simulate.serving.replays import mixed_sizes, replayed
+from foretell.simulate.serving.invariant import SAMPLED, FixedShape, fixed_shapes, fixed_sizes
+from foretell.simulate.serving.replays import DRAWN, DRAWN_BYTES, mixed_sizes, replayed
 from foretell.simulate.time.step import plan_time
 from foretell.trace.recipe import Recipe
 from foretell.trace.types import BUFFER, LOGITS, PARAMETER, Op, Program, Ref, Storage, TensorSpec, Trace
@@ -55,8 +56,7 @@ class RankStep:
     pages_bytes: int
     logits_bytes: int
     sampler_bytes: int
-    """Logits of every sequence in fp32, and as much again where all ask for log probabilities: beside the step's activations
-    only as far as these are gone by then."""
+    """Copies of the logits of as many rows as are drawn at a time: beside the step's activations only as far as these are gone by then."""
 
     @property
     def step_bytes(self) -> int:
@@ -118,6 +118,8 @@ class LayoutCosts:
         if layout.devices > cluster.count:
             problem = f"{layout.devices} devices are asked for and {cluster.device.name} is there {cluster.count} times"
             raise UserError(problem, "fewer replicas, a smaller tp or pp, or more devices")
+        if layout.invariant and layout.tp * layout.pp > 1:
+            raise UserError(f"tp {layout.tp} and pp {layout.pp} with --invariant, which is of one device", "one rank, or several replicas of it")
         refused = heads_refusal(self.trace, layout.tp) or refusal(cluster.device, layout.weights, layout.kv)
         if refused is not None:
             raise refused
@@ -195,13 +197,19 @@ class LayoutCosts:
     def largest(self, pages: int) -> RankStep:
         """The step that takes most, beside so many pages: all sequences generate but one, whose prompt fills the rest."""
         cached = pages * self.layout.page
-        shape = self._largest_shape(cached)
-        found = [self._rank(number, shape, cached) for number in sorted({0, len(self.stages) - 1})]  # the first has most blocks
+        ranks = sorted({0, len(self.stages) - 1})  # the first has most blocks
+        found = [self._rank(number, shape, cached) for shape in self._largest_shapes(cached) for number in ranks]
         return max(found, key=lambda one: (_WORST.index(one.verdict), one.memory.device_bytes))
 
-    def _largest_shape(self, cached: int) -> StepShape:
+    def _largest_shapes(self, cached: int) -> tuple[StepShape, ...]:
         running, tokens = self.layout.running, max(self.layout.tokens, self.layout.running)
-        return StepShape(running - 1, max(cached, running - 1), ((0, tokens - running + 1),), running)
+        if self.layout.invariant:
+            return tuple({one.padded: None for one in self._fixed(StepShape(running, max(cached, running), ((0, tokens),), running))})
+        return (StepShape(running - 1, max(cached, running - 1), ((0, tokens - running + 1),), running),)
+
+    def _fixed(self, shape: StepShape) -> tuple[FixedShape, ...]:
+        """The parts of a step that is computed in fixed ones."""
+        return fixed_shapes(shape, fixed_sizes(max(self.layout.tokens, self.layout.running)))
 
     def _rank(self, number: int, shape: StepShape, cached: int) -> RankStep:
         trace, last = self._own[number], number == len(self.stages) - 1
@@ -210,17 +218,21 @@ class LayoutCosts:
         pages = cached * kv_bytes(trace, self.kv.dtype, self.kv.scale_bytes)
         return RankStep(
             verdict=outcome.verdict, memory=outcome.memory, weights_bytes=_weights(trace), pages_bytes=pages,
-            logits_bytes=shape.samples * words * 2, sampler_bytes=shape.samples * words * 8,
+            logits_bytes=shape.samples * words * 2, sampler_bytes=self._drawn(shape) * words * DRAWN_BYTES,
         )  # fmt: skip
 
     def _replayed(self, trace: Trace, number: int, shape: StepShape, cached: int) -> MemoryOutcome:
         layout = self.layout
         step = self._step_of(trace, shape, cached)
         if number == len(self.stages) - 1:
-            step = with_sampler(step, shape.samples, _words(trace))
+            step = with_sampler(step, self._drawn(shape), _words(trace))
         if layout.graphs and layout.tp * layout.pp == 1:
             step = with_graphs(step, self._graphs_bytes(trace))
         return self._memory(step)
+
+    def _drawn(self, shape: StepShape) -> int:
+        """Rows that a token is drawn for at a time."""
+        return SAMPLED if self.layout.invariant else min(shape.samples, DRAWN)
 
     def _graphs_bytes(self, trace: Trace) -> int:
         """What replayed steps keep beside all others: what the largest of them computes, and logits of every sequence."""
@@ -228,10 +240,15 @@ class LayoutCosts:
         if (running, tokens) not in self._pools:
             most = max(mixed_sizes(running, tokens), default=running)
             chunks = ((0, most - running + 1),) if most > running else ()
-            step = self._step_of(trace, StepShape(most if not chunks else running - 1, most, chunks, running), self.layout.page)
-            held = sum(step.storages[number].nbytes for number in step.resident)
-            beside = self._memory(step).memory.allocated_bytes - held
-            self._pools[running, tokens] = max(0, beside) + running * _words(trace) * DTYPE_BYTES[next(iter(self.stages[0].layers)).query.dtype]
+            shapes: tuple[StepShape, ...] = (StepShape(most if not chunks else running - 1, most, chunks, running),)
+            rows = running
+            if self.layout.invariant:
+                shapes = self._largest_shapes(self.layout.page)
+                rows += max(shape.samples for shape in shapes)
+            steps = [self._step_of(trace, shape, self.layout.page) for shape in shapes]
+            held = sum(steps[0].storages[number].nbytes for number in steps[0].resident)
+            beside = max(self._memory(step).memory.allocated_bytes for step in steps) - held
+            self._pools[running, tokens] = max(0, beside) + rows * _words(trace) * DTYPE_BYTES[next(iter(self.stages[0].layers)).query.dtype]
         return self._pools[running, tokens]
 
     def _memory(self, step: Trace) -> MemoryOutcome:
@@ -248,12 +265,12 @@ class LayoutCosts:
 
     def about_most_pages(self) -> int:
         """The same from replays of few blocks, with the weights of the others added. For a search; what it finds is replayed whole."""
-        shape = self._largest_shape(self.layout.page)
+        shapes = self._largest_shapes(self.layout.page)
         worst, capacity = 0.0, self.cluster.device.memory_bytes
         for number in sorted({0, len(self.stages) - 1}):
             _, piece = self.stages[number].pieces[-1]
             lacking = _weights(self._own[number]) - _weights(piece)
-            worst = max(worst, self._replayed(piece, number, shape, self.layout.page).memory.device_bytes + lacking)
+            worst = max(worst, *(self._replayed(piece, number, shape, self.layout.page).memory.device_bytes + lacking for shape in shapes))
         return 0 if worst >= capacity else self._pages_in(int(capacity - worst), capacity)
 
     def _pages_in(self, spare: int, capacity: int) -> int:
@@ -264,6 +281,8 @@ class LayoutCosts:
     def seconds(self, shape: StepShape) -> float:
         """Of a round: one token of every sequence that generates, and the step's pieces of prompts."""
         layout = self.layout
+        if layout.invariant:
+            return sum(self.stages[0].seconds(one.shape, (one.tokens, one.rows)) for one in self._fixed(shape))
         if len(self.stages) == 1:
             replays = layout.graphs and layout.tp == 1  # ranks compute steps as they are
             return self.stages[0].seconds(shape, replayed(shape, layout.running, max(layout.tokens, layout.running)) if replays else None)
@@ -279,6 +298,11 @@ class LayoutCosts:
 
     def whole(self, shape: StepShape) -> StepTime:
         """One step op by op, by all stages in turn."""
+        if self.layout.invariant:
+            return _after_each_other([self._whole(one.padded) for one in self._fixed(shape)])
+        return self._whole(shape)
+
+    def _whole(self, shape: StepShape) -> StepTime:
         device = host = messages = seconds = 0.0
         watts: list[float] = []
         for one in self.stages:
@@ -302,6 +326,15 @@ class LayoutCosts:
 
     def _besides(self, tokens: int) -> float:
         return sum(one.besides(tokens, 1)[0] for one in self.stages)
+
+
+def _after_each_other(parts: Sequence[StepTime]) -> StepTime:
+    seconds = sum(one.seconds for one in parts)
+    known = [one.watts * one.seconds for one in parts if one.watts is not None]
+    return StepTime(
+        seconds=seconds, device_seconds=sum(one.device_seconds for one in parts), host_seconds=sum(one.host_seconds for one in parts),
+        message_seconds=sum(one.message_seconds for one in parts), watts=sum(known) / seconds if len(known) == len(parts) and seconds else None,
+    )  # fmt: skip
 
 
 def choosing(step: Trace, words: int) -> Trace:
@@ -328,10 +361,10 @@ def with_graphs(step: Trace, nbytes: int) -> Trace:
 
 
 def with_sampler(step: Trace, rows: int, words: int) -> Trace:
-    """A step that ends with what a sampler copies: logits in fp32, and their log probabilities."""
+    """A step that ends with what a sampler copies of the logits of so many rows."""
     first = max(step.storages) + 1
     numbers = (first, first + 1)
-    storages = {**step.storages, **dict.fromkeys(numbers, Storage(rows * words * 4, LOGITS, "sampler"))}
+    storages = {**step.storages, **dict.fromkeys(numbers, Storage(rows * words * DRAWN_BYTES // 2, LOGITS, "sampler"))}
     programs = {}
     for name, program in step.programs.items():
         *before, end = program.ops

@@ -13,6 +13,11 @@ from foretell.lower.serving import StepShape
 
 MIXED = (32, 64, 96, 128, 192, 256, 384, 512)
 """Tokens; larger steps keep a device busy as they are launched."""
+DRAWN = 16
+"""Rows that a token is drawn for, or whose likeliest are told, at a time: their copies in fp32 are many."""
+DRAWN_BYTES = 52
+"""Of each logit of these: in 16 bits and fp32, by temperature, sorted, and their places in 64 bits (22), besides what ATen's sort of few long
+rows takes: pairs of places and rows twice, keys, and cub's own (30)."""
 
 
 @lru_cache(maxsize=64)

@@ -22,14 +22,15 @@ MOST_REQUESTS = 5000
 """Of a rate that is tried: quick ones would have many in the same time."""
 
 
-def shape_of(step: Step) -> StepShape:
+def shape_of(step: Step, *, invariant: bool = False) -> StepShape:
+    """`invariant`: by whose tokens they are, not by how many."""
     generating = attended = samples = 0
     chunks = []
     for row in step:
         samples += row.samples
-        if row.count == 1:
-            generating += 1
-            attended += row.start + 1
+        if row.generated if invariant else row.count == 1:
+            generating += row.count
+            attended += row.count * row.start + row.count * (row.count + 1) // 2
         else:
             chunks.append((row.start, row.count))
     return StepShape(generating, attended, tuple(chunks), samples)
@@ -106,7 +107,7 @@ class _ServingClock:
 
     def _compute(self, step: Step) -> None:
         served = self.served
-        each = self.seconds(shape_of(step))
+        each = self.seconds(shape_of(step, invariant=self.scheduler.limits.invariant))
         begun, self.now = self.now, self.now + each
         self.seen = begun if self.ahead else self.now
         served.busy += each

@@ -50,6 +50,15 @@ class Sequence:
     def generated(self) -> int:
         return self.length - self.prompt
 
+    def generates(self, invariant: bool) -> bool:
+        """It lacks its newest token alone; which is of an answer, where these are computed apart."""
+        return self.length - self.computed == 1 and (not invariant or self.computed >= self.prompt)
+
+    def piece(self, left: int, invariant: bool) -> Row:
+        """What it computes next of what it lacks; of one kind of tokens alone, where these are computed apart."""
+        end = self.prompt if invariant and self.computed < self.prompt else self.length
+        return Row(self, self.computed, min(end - self.computed, left))
+
 
 class Row(NamedTuple):
     """Tokens of one sequence in a step."""
@@ -63,6 +72,11 @@ class Row(NamedTuple):
     def samples(self) -> bool:
         """It gives the sequence's next token: nothing is left to compute before that."""
         return self.start + self.count == self.sequence.length
+
+    @property
+    def generated(self) -> bool:
+        """Tokens of the answer, not of the prompt."""
+        return self.start >= self.sequence.prompt
 
 
 Step = tuple[Row, ...]
@@ -83,6 +97,10 @@ class StepLimits:
 
     ahead: bool = False
     """A step is decided while the one before is computed: who comes meanwhile waits for the one after. A clock looks at it."""
+
+    invariant: bool = False
+    """A token of a prompt is always computed as one of a prompt, a generated one as generated, also where pages were lost: `tokens` are
+    those of prompts beside the ones that generate, pieces end where a prompt does, and only pages of prompts are shared."""
 
     def __post_init__(self) -> None:
         if self.running < 1 or self.tokens < self.running:
@@ -127,22 +145,21 @@ class Scheduler:
         if self.limits.prompts_first and (prompts := self._prompts()):
             return prompts
         rows: list[Row] = []
-        left = self.limits.tokens
+        left, invariant = self.limits.tokens, self.limits.invariant
         for sequence in list(self.running):
-            if sequence.length - sequence.computed == 1 and sequence.pages and self._grown(sequence):
+            if sequence.generates(invariant) and sequence.pages and self._grown(sequence):
                 rows.append(Row(sequence, sequence.computed, 1))
-                left -= 1
+                left -= 0 if invariant else 1
         for sequence in self.running:
-            lacking = sequence.length - sequence.computed
-            if lacking > 1 and left:
-                rows.append(Row(sequence, sequence.computed, min(lacking, left)))
+            if left and not sequence.generates(invariant):
+                rows.append(sequence.piece(left, invariant))
                 left -= rows[-1].count
         while self.waiting and left and len(self.running) < self.limits.running and self._starts(self.waiting[0]):
             sequence = self.waiting.popleft()
             self.running.append(sequence)
-            rows.append(Row(sequence, sequence.computed, min(sequence.length - sequence.computed, left)))
+            rows.append(sequence.piece(left, invariant))
             left -= rows[-1].count
-        return tuple(rows)
+        return tuple(sorted(rows, key=lambda row: not row.generated) if invariant else rows)
 
     def _prompts(self) -> Step:
         """Whole prompts in the order they came, as many as fit a step; the first goes however long it is."""
@@ -186,7 +203,7 @@ class Scheduler:
         """Give a waiting sequence the pages for all its tokens and the next; False where there are too few."""
         keys = []
         if sequence.key is not None:  # the last token is always computed: the next comes of it
-            keys = [sequence.key(place) for place in range((sequence.length - 1) // self.pages.size)]
+            keys = [sequence.key(place) for place in range(min(sequence.length - 1, self._sharable(sequence)) // self.pages.size)]
         found = self.pages.shared(keys)
         more = self.pages.needed(sequence.length) - len(found)
         whole = self.pages.needed(sequence.prompt + sequence.most)
@@ -227,6 +244,10 @@ class Scheduler:
 
     def _name(self, sequence: Sequence) -> None:
         assert sequence.key is not None
-        while (sequence.named + 1) * self.pages.size <= sequence.computed:
+        while (sequence.named + 1) * self.pages.size <= min(sequence.computed, self._sharable(sequence)):
             self.pages.name(sequence.pages[sequence.named], sequence.key(sequence.named))
             sequence.named += 1
+
+    def _sharable(self, sequence: Sequence) -> int:
+        """Tokens whose pages others may find: a generated token's are not what they would be in a prompt, bit for bit."""
+        return sequence.prompt if self.limits.invariant else sequence.length
