@@ -40,6 +40,7 @@ COMMANDS = {
     "plan": Command(where="plan.plan:plan", says="The best plan to train MODEL on HW; show, export, eject, advise."),
     "run": Command(where="run.run:run", says="Train as a plan says, and measure it; demo, box, supervise, chaos, ckpt."),
     "serve": Command(where="serve.serve:serve", says="MODEL behind OpenAI's HTTP interface: pages, continuous batching, any client; bench."),
+    "tune": Command(where="tune.tune:tune", reads=True, says="Settings searched by prediction, the best measured here; serve."),
     "watch": Command(where="run.watch:watch", says="Run your script as it is: predicted beside measured, why memory ran out."),
     "verify": Command(where="run.verify:verify", says="Does a plan compute what one process computes? Exit 0 yes, 1 no."),
     "compare": Command(where="compare:compare", reads=True, says="Predicted beside measured of a run, or two runs side by side; prove, diff."),
@@ -61,6 +62,7 @@ COMMANDS = {
     "compare diff": Command(where="diff.diff:diff", hidden=True, more={"cls": "DiffCommand", "context_settings": "SETTINGS"}),
     "zoo fuzz": Command(where="zoo.fuzz:fuzz", hidden=True),
     "serve bench": Command(where="serve.bench:bench", reads=True, hidden=True),
+    "tune serve": Command(where="tune.serve:serve", hidden=True),
 }
 """In the order of the list."""
 _ZOO = {
@@ -107,7 +109,7 @@ def _add(app: typer.Typer, name: str, one: Command) -> None:
         module = _module(one)
         more: dict[str, Any] = {key: getattr(module, attribute) for key, attribute in one.more.items()}
         more |= {"short_help": one.says} if one.says else {}
-        more |= {"epilog": names.below(name)} if name in ("plan", "run", "serve", "compare") else {}
+        more |= {"epilog": names.below(name)} if name in ("plan", "run", "serve", "tune", "compare") else {}
         app.command(name, hidden=one.hidden, **more)(_function(one))
 
 

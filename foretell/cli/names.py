@@ -1,8 +1,8 @@
 """Commands under commands: `foretell plan show` is one command, and so are older spellings of it. No torch.
 
-    fit  plan  run  serve  watch  verify  compare  report  probe  hardware  zoo  doctor
-          │     │     │                     │                              │
-       show   demo  bench               prove, diff                check, query, fuzz
+    fit  plan  run  serve  tune  watch  verify  compare  report  probe  hardware  zoo  doctor
+          │     │     │      │                      │                              │
+       show   demo  bench  serve               prove, diff                check, query, fuzz
      export    box
       eject   supervise
      advise   chaos
@@ -20,6 +20,8 @@ UNDER = {
 """Old spelling → what it is called now; old ones work for one more version."""
 SHORT = {"diff": "compare diff", "supervise": "run supervise", "chaos": "run chaos", "bench": "serve bench"}
 """Short spelling → the command; both stay."""
+LONG = ("tune serve",)
+"""Without a short spelling."""
 
 
 def joined(words: Sequence[str]) -> list[str]:
@@ -28,7 +30,7 @@ def joined(words: Sequence[str]) -> list[str]:
     if words and words[0] in known:
         return [known[words[0]], *words[1:]]
     both = " ".join(words[:2])
-    return [both, *words[2:]] if both in known.values() else list(words)
+    return [both, *words[2:]] if both in known.values() or both in LONG else list(words)
 
 
 def note(words: Sequence[str]) -> str:
@@ -39,5 +41,5 @@ def note(words: Sequence[str]) -> str:
 
 def below(command: str) -> str:
     """For the end of a command's help: those under it."""
-    names = [name for name in (*UNDER.values(), *SHORT.values()) if name.split()[0] == command]
+    names = [name for name in (*UNDER.values(), *SHORT.values(), *LONG) if name.split()[0] == command]
     return f"Under it: {', '.join(f'foretell {name}' for name in names)}." if names else ""

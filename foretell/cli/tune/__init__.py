@@ -1,0 +1,1 @@
+"""`foretell tune`: what is better measured than believed."""
