@@ -231,9 +231,14 @@ def report(run: str | Path | RunAnswer, out: str | Path | None = None, *, trace:
 
     `trace`: trace the model where no trace of it is stored; this runs the model's own file.
     """
-    from foretell.report.html import data, page, sections, written
+    from foretell.report.html import data, page, sections, served, serving, written
 
     given = run.folder if isinstance(run, RunAnswer) else Path(run)
+    if served.holds(given):
+        told = serving.page(served.read(given), made=time.strftime("%Y-%m-%d %H:%M"))
+        target = written.target_of(given, Path(out) if out is not None else None)
+        written.write(target, page.render(told))
+        return ReportFile(path=target, beside=(), sections=tuple(section.name for section in told.sections), left_out="")
     subject = data.read(given)
     target = written.target_of(subject.path, Path(out) if out is not None else None)
     detail, why_not = written.detail_of(subject, trace, time_limit)

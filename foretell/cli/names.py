@@ -2,7 +2,8 @@
 
     fit  plan  run  serve  tune  watch  verify  compare  report  probe  hardware  zoo  doctor
           │     │     │      │                      │                              │
-       show   demo  bench  verify              prove, diff                check, query, fuzz
+      show   demo  bench  verify              prove, diff                check, query, fuzz
+     export   box         serve
      export    box
       eject   supervise
      advise   chaos
@@ -20,7 +21,7 @@ UNDER = {
 """Old spelling → what it is called now; old ones work for one more version."""
 SHORT = {"diff": "compare diff", "supervise": "run supervise", "chaos": "run chaos", "bench": "serve bench"}
 """Short spelling → the command; both stay."""
-LONG = ("tune verify",)
+LONG = ("tune verify", "tune serve")
 """Without a short spelling."""
 
 

@@ -1,4 +1,4 @@
-"""`foretell report RUN|PLAN`: one HTML page with everything that is known of a run or a plan."""
+"""`foretell report RUN|PLAN|FILE`: one HTML page with everything that is known of a run, a plan or a server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from foretell.cli.options import TIME_LIMIT
 
 
 def report(
-    path: Path = typer.Argument(..., metavar="RUN|PLAN", show_default=False, help="A run folder, or a plan file."),
+    path: Path = typer.Argument(..., metavar="RUN|PLAN|FILE", show_default=False,
+        help="A run folder or a plan file; of serving, a record (serve --out) or what bench, plan --serve or tune serve wrote."),
     out: Path | None = typer.Option(None, metavar="FILE", show_default=False,
         help="The page; default: report.html in the run folder, PLAN.report.html beside a plan."),
     trace: bool = typer.Option(False, "--trace", help="Trace the model where no trace of it is stored; this runs the model's own file."),

@@ -34,7 +34,11 @@ class Asked:
     """A last piece of a stream says how many tokens there were."""
 
 
-def read(body: bytes, words: Words, *, chat: bool, longest: int) -> Asked:
+class OtherModel(UserError):
+    """A request names a model that is not served here."""
+
+
+def read(body: bytes, words: Words, *, chat: bool, longest: int, model: str) -> Asked:
     """A request's body; raises UserError for what cannot be done, naming the entry."""
     try:
         given = json.loads(body)
@@ -43,6 +47,8 @@ def read(body: bytes, words: Words, *, chat: bool, longest: int) -> Asked:
     if not isinstance(given, dict):
         raise UserError("the body is no JSON object", 'such as {"prompt": "Once", "max_tokens": 16}')
     _refuse_halves(given)
+    if given.get("model") not in (None, "", model):
+        raise OtherModel(f"there is no model {given['model']!r:.60} here", f"{model!r}, or no 'model' at all")
     for name in NOT_DONE:
         if given.get(name) not in (None, False, 0, 0.0, "", [], {}) and not (name == "best_of" and given[name] == 1):
             raise UserError(f"'{name}' is not supported", f"leave {name} out")

@@ -70,6 +70,8 @@ class ServingEngine:
         self._numbers = itertools.count()
         self._under_way: dict[Scheduled, Completion] = {}
         self._under_way_step: _Flight | None = None
+        self.watch: Callable[[Step], None] = lambda step: None
+        """Told of every step that is launched."""
 
     @property
     def idle(self) -> bool:
@@ -113,6 +115,7 @@ class ServingEngine:
         step = self.scheduler.step()
         if not step:
             return None
+        self.watch(step)
         made = [self._under_way[row.sequence] for row in step]
         sampling = [one for one, row in zip(made, step, strict=True) if row.samples]
         asked = [(one.how, one.scheduled.generated) for one in sampling]

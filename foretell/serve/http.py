@@ -159,12 +159,12 @@ class HttpServer:
         chat = request.path.endswith("/chat/completions")
         longest = self.keeper.engine.longest
         try:
-            wanted = asked.read(request.body, self.words, chat=chat, longest=longest)
+            wanted = asked.read(request.body, self.words, chat=chat, longest=longest, model=self.model)
             parts = await self._submitted(wanted)
         except Busy as error:
             raise _Refused(429 if self.keeper.taking else 503, f"{error.problem}; {error.remedy}", "overloaded") from error
         except UserError as error:
-            raise _Refused(400, f"{error.problem}; try: {error.remedy}") from error
+            raise _Refused(404 if isinstance(error, asked.OtherModel) else 400, f"{error.problem}; try: {error.remedy}") from error
         gone, close = asyncio.ensure_future(_gone(reader)), False
         work = asyncio.ensure_future(self._streamed(wanted, parts, writer) if wanted.stream else self._whole(wanted, parts, writer))
         try:
@@ -220,7 +220,7 @@ class HttpServer:
             if part.answer.stopped and not part.ended:
                 part.ended = STOP
                 assert part.generation is not None
-                self.keeper.cancel(part.generation)
+                self.keeper.cancel(part.generation, STOP)
             if part.ended and not part.answer.stopped:
                 text += part.answer.end()
             elif part.answer.stopped:

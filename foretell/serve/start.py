@@ -23,6 +23,7 @@ from foretell.units import human_bytes
 
 if TYPE_CHECKING:
     from foretell.serve.ranks.controller import RankProcesses
+    from foretell.serve.record import ServeRecord
 
 RANDOM = "no weights were given: they are random numbers, and so are the answers (--init-from PATH)"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -108,7 +109,7 @@ class Started:
         return self.server.keeper.lost
 
 
-def started(setup: Setup) -> Started:
+def started(setup: Setup, record: ServeRecord | None = None) -> Started:
     """Build, load, check against the model's own forward; raises UserError for what cannot be served."""
     device = _device(setup.device)
     if setup.dtype not in ("auto", *DTYPES):
@@ -117,7 +118,7 @@ def started(setup: Setup) -> Started:
     if setup.tp * setup.pp > 1:
         if setup.invariant:
             raise UserError(f"--tp {setup.tp} --pp {setup.pp} with --invariant, which is of one rank", "one rank, or no --invariant")
-        return _ranked(replace(setup, device=device.type), notes)
+        return _ranked(replace(setup, device=device.type), notes, record)
     model, lines = _loaded(setup, device)
     notes += lines
     model = model.to(device)
@@ -127,11 +128,11 @@ def started(setup: Setup) -> Started:
     )
     notes += engine.runner.notes
     words = words_of(setup.tokenizer, engine.runner.words)
-    keeper = EngineThread(engine, most_waiting=setup.queue)
+    keeper = EngineThread(engine, most_waiting=setup.queue, record=record)
     return Started(setup, engine, HttpServer(keeper, words, setup.model), notes)
 
 
-def _ranked(setup: Setup, notes: list[str]) -> Started:
+def _ranked(setup: Setup, notes: list[str], record: ServeRecord | None) -> Started:
     from foretell.serve.ranks.controller import RankedRunner, RankLayout, RankProcesses
     from foretell.serve.ranks.engine import RankedEngine
 
@@ -155,7 +156,7 @@ def _ranked(setup: Setup, notes: list[str]) -> Started:
     except BaseException:
         ranks.close()
         raise
-    keeper = EngineThread(engine, most_waiting=setup.queue)
+    keeper = EngineThread(engine, most_waiting=setup.queue, record=record)
     return Started(setup, engine, HttpServer(keeper, words, setup.model), notes, ranks)
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foretell.errors import UserError
-from foretell.serve.engine import Completion, ServingEngine, TokenEvent
+from foretell.serve.engine import CANCELLED, Completion, ServingEngine, TokenEvent
 from foretell.serve.sampling import Sampling
+
+if TYPE_CHECKING:
+    from foretell.serve.record import ServeRecord
 
 Listener = Callable[[TokenEvent], None]
 """Told of every token of one request, and of its end, in the engine's thread."""
@@ -48,8 +52,10 @@ class Counts:
 class EngineThread:
     """Steps as long as there is something to do; the only thread that touches the engine."""
 
-    def __init__(self, engine: ServingEngine, *, most_waiting: int = 1024) -> None:
-        self.engine, self.most_waiting = engine, most_waiting
+    def __init__(self, engine: ServingEngine, *, most_waiting: int = 1024, record: ServeRecord | None = None) -> None:
+        self.engine, self.most_waiting, self.record = engine, most_waiting, record
+        if record is not None:
+            engine.watch = record.watch
         self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._listeners: dict[Completion, Listener] = {}
         self._sums = dict.fromkeys(("requests", "cancelled", "failed", "prompt_tokens", "output_tokens", "shared_tokens", "steps"), 0)
@@ -73,13 +79,15 @@ class EngineThread:
         """A request; its future holds why not where it is refused."""
         return self._ask(lambda: self._submitted(prompt, how, listener))
 
-    def cancel(self, generation: Completion) -> None:
-        """Nobody listens any more."""
+    def cancel(self, generation: Completion, why: str = CANCELLED) -> None:
+        """Nobody listens any more; `why` is for the record."""
 
         def gone() -> None:
             if self._listeners.pop(generation, None) is not None:
                 self._sums["cancelled"] += 1
                 self.engine.cancel(generation)
+                if self.record is not None:
+                    self.record.left(generation, why)
 
         self._ask(gone)
 
@@ -123,6 +131,8 @@ class EngineThread:
         self._listeners[made] = listener
         self._sums["requests"] += 1
         self._sums["prompt_tokens"] += len(prompt)
+        if self.record is not None:
+            self.record.came(made)
         return made
 
     def _run(self) -> None:
@@ -135,8 +145,11 @@ class EngineThread:
             self.when_ended()
 
     def _steps(self) -> None:
+        ended = time.perf_counter()
         while not (self._draining and self.engine.idle and self._asked.empty()):
-            self._answer_asked(wait=self.engine.idle)
+            waits = self.engine.idle
+            self._answer_asked(wait=waits)
+            began = time.perf_counter() if waits else ended
             try:
                 events = self.engine.step()
             except EngineLost as error:
@@ -149,6 +162,9 @@ class EngineThread:
             self._sums["steps"] += bool(events)
             for event in events:
                 self._tell(event)
+            ended = time.perf_counter()
+            if self.record is not None:
+                self.record.stepped(began, ended, self.engine)
 
     def _answer_asked(self, *, wait: bool) -> None:
         try:
@@ -163,6 +179,8 @@ class EngineThread:
     def _tell(self, event: TokenEvent) -> None:
         self._sums["output_tokens"] += event.token is not None
         listener = self._listeners.get(event.generation)
+        if self.record is not None:
+            self.record.told(event)
         if event.ended:
             self._listeners.pop(event.generation, None)
             self._sums["shared_tokens"] += event.generation.scheduled.shared
@@ -172,6 +190,8 @@ class EngineThread:
     def _fail(self, error: Exception) -> None:
         """A step could not be computed: its requests are told, their pages are free, and others may come."""
         self.engine.give_up()
+        if self.record is not None:
+            self.record.gave_up()
         made = list(self._listeners)
         self._sums["failed"] += len(made)
         if not made and not self.engine.idle:
@@ -180,6 +200,8 @@ class EngineThread:
             listener = self._listeners.pop(one)
             self.engine.cancel(one)
             one.ended = FAILED
+            if self.record is not None:
+                self.record.left(one, FAILED)
             listener(TokenEvent(one, None, f"{FAILED}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"))
         self.engine.scheduler.pages.forget()
 

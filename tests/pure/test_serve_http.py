@@ -149,6 +149,8 @@ def test_stops_seeds_and_log_probabilities(running: Running) -> None:
         ("/v1/completions", b"\xff\xfe", 400, "no JSON"),
         ("/v1/completions", {}, 400, "'prompt' is None"), ("/v1/completions", {"prompt": ""}, 400, "empty"),
         ("/v1/completions", {"prompt": [400]}, 400, "the model has 300"),
+        ("/v1/completions", {"model": "gpt-5", "prompt": "a"}, 404, "there is no model 'gpt-5' here; try: 'tiny'"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": -3}, 400, "'max_tokens' is -3"),
         ("/v1/completions", {"prompt": "a", "max_tokens": 0}, 400, "'max_tokens' is 0"),
         ("/v1/completions", {"prompt": "a" * 120, "max_tokens": 20}, 400, "at most 108 tokens of prompt"),
         ("/v1/completions", {"prompt": "a", "temperature": -1}, 400, "'temperature'"),

@@ -12,11 +12,13 @@ from foretell.quantities import FITS, NO, TIGHT
 from foretell.trace.sandbox.process import TIME_LIMIT
 
 if TYPE_CHECKING:
+    from foretell.api.splits import SplitRun
     from foretell.quantities import Prediction
     from foretell.search.inference.split import InferenceSplit
     from foretell.search.inference.units import InferPlan
     from foretell.trace.load.model import Source
 
+OVER = ("tcp", "gloo")
 SHOWN = 8
 """Splits of the front that are told of; `--json` has all."""
 NOT_COUNTED = "one forward of the samples given; the key-value cache of generation is not counted: it needs what is left"
@@ -26,17 +28,52 @@ PRECISIONS = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "bf16-mixed": "bf1
 
 def infer_command(
     source: Source, on: str, *, precision: str | None = None, json: bool = False, cache: bool = True,
-    time_limit: float = TIME_LIMIT,
+    time_limit: float = TIME_LIMIT, over: str | None = None, requests: int = 100,
 ) -> int:  # fmt: skip
-    """Print the front of splits. Exit 0 found, 1 nothing fits, 2 bad input."""
+    """Print the front of splits, and run the one with most requests a second `over` what is named. Exit 0 found, 1 nothing fits, 2 bad input."""
+    if over is not None and (over not in OVER or requests < 1):
+        raise UserError(f"--run {over} --requests {requests}", f"--run {' or '.join(OVER)}, at least one request")
     if precision is not None and precision not in PRECISIONS:
         raise UserError(f"--precision {precision!r} is not known", f"one of {', '.join(PRECISIONS)}")
     found = common.call(lambda: split(source, on, precision and PRECISIONS[precision], cache, time_limit), f"splitting {source.model}")
+    run = _run(source, on, found, precision, over, requests) if over is not None and found.front else None
     if json:
-        common.emit_json(as_json(found))
+        common.emit_json({**as_json(found), **({} if run is None else {"run": run.to_json()})})
     else:
-        common.emit(screen(found, source.model, on))
+        common.emit("\n".join([screen(found, source.model, on), *([] if run is None else ["", *_run_lines(run)])]))
     return common.YES if found.front else common.NO_OR_FAILED
+
+
+def _run(source: Source, on: str, found: InferPlan, precision: str | None, over: str, requests: int) -> SplitRun:
+    from foretell.api.splits import run_split
+    from foretell.hardware import parse
+    from foretell.plan.precision import for_inference
+
+    way = PRECISIONS[precision] if precision is not None else for_inference(parse(on))
+    if "autocast" in way:
+        raise UserError(f"--precision {precision} with --run: stages compute in the dtype of their weights", "fp32, bf16 or fp16")
+    return common.call(lambda: run_split(source, on, found, way, over, requests), f"running {source.model} in stages")
+
+
+def _run_lines(run: SplitRun) -> list[str]:
+    from foretell.report.words import seconds
+    from foretell.units import human_bytes
+
+    equal = "bit for bit the whole model's" if not run.off else f"the whole model's up to {run.off:.1g}"
+    other = "" if run.best_is_run else "; the best of the front begins a part between modules, and is not run"
+    rows = [
+        ("latency", seconds(run.predicted_latency_seconds), seconds(run.latency_seconds), run.predicted_latency_seconds / run.latency_seconds - 1),
+        ("requests/s", f"{run.predicted_per_second:,.3g}", f"{run.per_second:,.3g}", run.predicted_per_second / run.per_second - 1),
+    ]
+    return [
+        f"run over {run.over}: {len(run.devices)} stages on {', '.join(run.devices)}, cut at {', '.join(run.cuts)}; "
+        f"{', '.join(map(human_bytes, run.sends_bytes))} a request between them{other}",
+        f"answers  {equal}",
+        f"{'':<12}{'predicted':>11}{'measured':>11}",
+        *(f"{name:<12}{one:>11}{other:>11}{off:>+8.0%}" for name, one, other, off in rows),
+        f"alone, the stages take {', '.join(map(seconds, run.stage_seconds))} here: "
+        f"{1 / max(run.stage_seconds):,.3g} requests/s if none slows another",
+    ]
 
 
 def split(source: Source, on: str, precision: str | None, cache: bool, time_limit: float) -> InferPlan:

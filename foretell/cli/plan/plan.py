@@ -44,6 +44,8 @@ def plan(
     point: int | None = typer.Option(None, metavar="N", help="Write plan N of the trade-offs instead of the best."),
     explain: bool = typer.Option(False, "--explain", help="Explain the bottleneck, why alternatives were rejected, and what would change it."),
     infer: bool = typer.Option(False, "--infer", help="Split inference over the devices of HW instead: latency and throughput."),
+    run: str | None = typer.Option(None, "--run", metavar="tcp|gloo", help="With --infer: run the split on this machine, predicted beside measured."),
+    requests: int = typer.Option(100, "--requests", metavar="N", help="With --run: requests to measure."),
     serve: bool = typer.Option(False, "--serve", help="Plan a server for a load instead: replicas, tp, pp, formats, limits of a step."),
     load: str | None = typer.Option(None, "--load", metavar="LOAD", help=serving.LOAD),
     slo: str | None = typer.Option(None, "--slo", metavar="LIMITS", help=serving.SLO),
@@ -75,7 +77,10 @@ def plan(
     asked = PlanOptions(**{**options, "hardware": on})
     source = plan_source(name, asked)
     if infer:
-        return _inferring(replace(source, micro_batch=asked.micro_batch or 1), on, asked.precision, json, asked.cache, asked.time_limit)
+        source = replace(source, micro_batch=asked.micro_batch or 1)
+        return _inferring(source, on, asked.precision, json, asked.cache, asked.time_limit, run, requests)
+    if run is not None:
+        raise UserError(f"--run {run} is about inference, and --infer is not given", "add --infer; foretell run PLAN runs a plan to train")
     _check_out(Path(out))
     shown = name.removeprefix("script:")
     doing = Doing(f"choosing a plan for {shown}")
@@ -124,10 +129,10 @@ def _told(choice: Choice, saved: Plan | None, model: str, on: str, out: str, che
     return common.YES if choice.best is not None else common.NO_OR_FAILED
 
 
-def _inferring(source: Any, on: str, precision: str | None, json: bool, cache: bool, time_limit: float) -> int:
+def _inferring(source: Any, on: str, precision: str | None, json: bool, cache: bool, time_limit: float, over: str | None, requests: int) -> int:
     from foretell.cli.plan.infer import infer_command
 
-    return infer_command(source, on, precision=precision, json=json, cache=cache, time_limit=time_limit)
+    return infer_command(source, on, precision=precision, json=json, cache=cache, time_limit=time_limit, over=over, requests=requests)
 
 
 _OF_A_SCRIPT = ("on", "global_batch", "micro_batch", "objective", "dp_shard", "dp_replicate", "tp", "pp", "cp", "ep", "margin", "tokens", "deadline",

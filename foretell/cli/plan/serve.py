@@ -60,9 +60,14 @@ def serve_command(
 
     found = common.call(work, f"planning how to serve {model} on {on}")
     if found.plan is not None:
+        from json import dumps
+
+        from foretell.files import write_atomically
         from foretell.plan.file import write
+        from foretell.report.schema import plain
 
         write(found.plan, out)
+        write_atomically(Path(out).with_suffix(".serving.json"), dumps({"serving": plain(found.to_json())}) + "\n")  # what foretell report draws
     if json:
         common.emit_json({"serving": found.to_json(), "plan": out if found.plan is not None else None})
     else:

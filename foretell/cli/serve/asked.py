@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 import typer
@@ -28,16 +27,10 @@ def refuse_without(context: typer.Context, *names: str) -> None:
 
 
 def limits(text: str | None) -> Limit:
-    """ttft=500ms,tpot=40ms."""
-    from foretell.simulate.serving.records import Limit
+    """Of --slo: ttft=500ms,tpot=40ms."""
+    from foretell.simulate.serving.records import limit_of
 
-    found: dict[str, float] = {}
-    for part in filter(None, (one.strip() for one in (text or "").split(","))):
-        match = re.fullmatch(r"(ttft|tpot)\s*=\s*(\d+(?:\.\d+)?)\s*(ms|s)", part)
-        if match is None or match[1] in found or not float(match[2]):
-            raise UserError(f"--slo {text}: '{part}' is no limit", "write ttft=500ms,tpot=40ms, or one of them")
-        found[match[1]] = float(match[2]) * (1e-3 if match[3] == "ms" else 1.0)
-    return Limit(**found)
+    return limit_of(text)
 
 
 def formats(names: tuple[str, ...] | None) -> tuple[str, ...]:

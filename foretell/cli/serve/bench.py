@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -34,6 +35,7 @@ def bench(
     model: str | None = typer.Option(None, "--model", metavar="NAME", show_default=False, help="Default: the first that the server lists."),
     text: bool = typer.Option(False, "--text", help="Prompts of letters, for servers that take no token numbers: prompts have about as many tokens."),
     timeout: float = typer.Option(600.0, "--timeout", metavar="SECONDS", help="For one answer."),
+    out: Path | None = typer.Option(None, "--out", metavar="FILE.json", show_default=False, help="Write all figures there, for foretell report."),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
 ) -> int:  # fmt: skip
@@ -44,6 +46,7 @@ def bench(
     Arrivals are drawn by a fixed seed (seed=N in the load). Exit 0 if all requests were answered or told to come back, else 1.
     """
     from dataclasses import replace
+    from json import dumps
 
     from foretell.serve.bench.client import endpoint_of
     from foretell.serve.bench.sweep import BenchAsked, measured
@@ -63,9 +66,16 @@ def bench(
         endpoint=endpoint_of(url), load=wanted, amounts=amounts, search=listed == "auto", seconds=seconds, repeats=repeats, limit=limits(slo),
         model=model, text=text, timeout=timeout,
     )  # fmt: skip
+    if out is not None and (out.is_dir() or out.suffix != ".json" or not out.absolute().parent.is_dir()):
+        raise UserError(f"--out {str(out)!r} is no file that could be written", "name a .json in a folder that is there")
     doing = common.Doing(f"measuring {asked.endpoint}")
     with common.progress(doing):
         found = measured(asked, doing.tell)
+    if out is not None:
+        from foretell.files import write_atomically
+        from foretell.report.schema import plain
+
+        write_atomically(out, dumps({"bench": plain(found.to_json())}, indent=1) + "\n")
     if json:
         common.emit_json({"bench": found.to_json()})
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import typer
 
@@ -36,6 +37,8 @@ def from_plan(context: typer.Context, serve: Callable[..., int], path: str) -> i
             given[name] = value
     if forecasts and given["slo"] is not None and given["load"] is None:
         given["slo"] = None
+    as_run = {"pages": "pages", "page": "size", "running": "running", "tokens": "tokens", "share": "share", "graphs": "graphs"}
+    context.obj = replace(plan, serve=replace(layout, **{name: given[option] for name, option in as_run.items()}))
     return serve(context, **given)
 
 

@@ -10,9 +10,11 @@ import typer
 
 from foretell.cli import common
 from foretell.cli.serve.asked import INVARIANT
+from foretell.cli.serve.ended import ended, plan_json
 from foretell.errors import UserError
 
 if TYPE_CHECKING:
+    from foretell.plan.types import Plan
     from foretell.serve.start import Setup
 
 
@@ -56,6 +58,7 @@ def serve(
     compiled: bool = typer.Option(True, "--compile/--no-compile", help="On a GPU: layers under torch.compile, as one piece of code."),
     invariant: bool = typer.Option(False, "--invariant", help=INVARIANT),
     seed: int = typer.Option(0, "--seed", help="Of the weights, where none are given."),
+    out: Path | None = typer.Option(None, "--out", metavar="FOLDER", help="Record steps and requests there, for foretell report; it stays small."),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
 ) -> int:
@@ -95,24 +98,28 @@ def serve(
         running=running, tokens=tokens, share=share, queue=queue, seed=seed, tp=tp, pp=pp, graphs=graphs, compiled=compiled,
         invariant=invariant,
     )  # fmt: skip
-    return _run(asked, host, port, json=json)
+    return _run(asked, host, port, out, context.obj, json=json)
 
 
-def _run(asked: Setup, host: str, port: int, *, json: bool) -> int:
+def _run(asked: Setup, host: str, port: int, out: Path | None, plan: Plan | None, *, json: bool) -> int:
     """Until it is asked to end; 1 where it ended by itself."""
+    from foretell.serve.record import ServeRecord
     from foretell.serve.start import started
 
+    record = ServeRecord(out)
     with common.progress(f"building {asked.model}"):
-        server = started(asked)
+        server = started(asked, record)
 
     def ready(actual: int) -> None:
         about = server.about()
+        record.about({"serve": about, "plan": None if plan is None else plan_json(plan)})
         if json:
             common.emit_json({"serve": {**about, "host": host, "port": actual}})
         else:
             common.emit(server.told(host, actual))
 
     lost = server.run(host, port, ready)
+    ended(server, record, plan, quiet=json)
     if lost:
         common.emit(f"the server ended: {lost}; requests under way were told", sys.stderr)
     return int(bool(lost))

@@ -1,1 +1,1 @@
-"""`foretell tune`: which ops of a step are worth a better kernel, and whether a kernel can be trusted."""
+"""`foretell tune`: which ops of a step are worth a better kernel, whether a kernel can be trusted, and which settings serve best."""

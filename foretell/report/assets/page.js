@@ -111,6 +111,7 @@
       const most = Math.max(...all), least = Math.min(...all);
       const y = measure(at, spec.unit, most, { least: !spec.zero && least > 0.35 * most ? least - 0.05 * (most - least) : 0 });
       const last = Math.max(...spec.series.flatMap((one) => one.points.map((point) => point[0])));
+      const along = spec.x || "step";
       const legend = spec.series.map((one, place) => [one.name, at.colours[place]]);
       if (spec.band) legend.push([spec.band_name, at.band]);
       return {
@@ -118,8 +119,8 @@
         option: {
           grid: { left: 52, right: 20, top: 26, bottom: 34 },
           tooltip: tip(at, { trigger: "axis", axisPointer: { lineStyle: { color: at.line } },
-            formatter: (items) => rowsOf("step " + items[0].value[0], items.map((item) => [item.color, item.seriesName, show(item.value[1], spec.unit)])) }),
-          xAxis: axis(at, { type: "value", min: 0, max: last, name: wide ? "step" : "", nameLocation: "end", splitLine: { show: false }, minInterval: 1,
+            formatter: (items) => rowsOf(spec.x ? digits(items[0].value[0]) + " " + along : along + " " + items[0].value[0], items.map((item) => [item.color, item.seriesName, show(item.value[1], spec.unit)])) }),
+          xAxis: axis(at, { type: "value", min: 0, max: last, name: wide ? along : "", nameLocation: "end", splitLine: { show: false }, minInterval: spec.x ? 0 : 1,
             axisLabel: { color: at.soft, fontSize: 12, hideOverlap: true, showMaxLabel: false } }),
           yAxis: y,
           series: spec.series.map((one, place) => ({

@@ -111,7 +111,7 @@ async def _warmed(asked: BenchAsked, model: str) -> BenchAsked:
     for one in (asked, replace(asked, extras=False)):
         answer = BenchAnswer(due=0.0, prompt=2, wanted=2)
         await ask(one.endpoint, _body(one, model, Request(0.0, 2, 2), random.Random(0)), answer, time.perf_counter(), one.timeout)
-        if answer.status not in (400, 422):
+        if answer.status not in (400, 404, 422):
             return one
     raise UserError(f"{asked.endpoint} refuses requests: {answer.failed}", "--text, where it takes no token numbers; or --model NAME")
 
@@ -215,7 +215,8 @@ async def _user(coming: Iterator[Request], one: Callable[[Request, float], Any],
 
 
 def _body(asked: BenchAsked, model: str, request: Request, words: random.Random) -> dict[str, Any]:
-    tokens = [words.randrange(*WORDS) for _ in range(request.prompt)]
+    common = random.Random(f"prefix {asked.load.seed}") if asked.load.prefix else words
+    tokens = [(common if place < asked.load.prefix else words).randrange(*WORDS) for place in range(request.prompt)]
     prompt: Any = "".join(chr(97 + one % 26) for one in tokens) if asked.text else tokens
     more = {"ignore_eos": True, "stream_options": {"include_usage": True}} if asked.extras else {}
     return {"model": model, "prompt": prompt, "max_tokens": request.output, "temperature": 0, "stream": True, **more}

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import bisect
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+from foretell.errors import UserError
 
 INSIDE = 0.95
 """Share of requests that must keep the limits where a server is said to keep them."""
@@ -21,6 +24,17 @@ class Limit:
 
     def kept(self, answer: SimulatedAnswer) -> bool:
         return (self.ttft is None or answer.ttft <= self.ttft) and (self.tpot is None or answer.tpot <= self.tpot)
+
+
+def limit_of(text: str | None) -> Limit:
+    """Limits as a user writes them: ttft=500ms,tpot=40ms."""
+    found: dict[str, float] = {}
+    for part in filter(None, (one.strip() for one in (text or "").split(","))):
+        match = re.fullmatch(r"(ttft|tpot)\s*=\s*(\d+(?:\.\d+)?)\s*(ms|s)", part)
+        if match is None or match[1] in found or not float(match[2]):
+            raise UserError(f"--slo {text}: '{part}' is no limit", "write ttft=500ms,tpot=40ms, or one of them")
+        found[match[1]] = float(match[2]) * (1e-3 if match[3] == "ms" else 1.0)
+    return Limit(**found)
 
 
 @dataclass(slots=True)

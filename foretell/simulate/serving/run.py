@@ -144,10 +144,13 @@ def _keys(common: int, number: int) -> Callable[[int], Hashable]:
     return lambda place: place if place < common else (number, place)
 
 
-def simulated(load: Load, scheduler: Scheduler, seconds: Seconds, duration: float, most_waiting: int = 100_000) -> Served:
-    """Requests that come within `duration`, until all are answered; or until more than `most_waiting` wait."""
+def simulated(
+    load: Load, scheduler: Scheduler, seconds: Seconds, duration: float, most_waiting: int = 100_000, *, share: bool = True
+) -> Served:  # fmt: skip
+    """Requests that come within `duration`, until all are answered; or until more than `most_waiting` wait. Without `share` prompts that
+    begin alike compute it each for itself."""
     limits = scheduler.limits
-    if type(scheduler) is Scheduler and not (load.prefix or limits.prompts_first or limits.reserves):
+    if type(scheduler) is Scheduler and not ((load.prefix and share) or limits.prompts_first or limits.reserves):
         return CountedClock(load, scheduler.pages, limits, seconds, duration, most_waiting).run()
     return _ServingClock(load, scheduler, seconds, duration, most_waiting).run()
 
