@@ -116,16 +116,6 @@ def test_with_pages_reserved_none_is_preempted(seed: int) -> None:
     assert crowded.preemptions > 0 or seed
 
 
-def test_sequences_side_by_side_stand_for_many() -> None:
-    profile = engine("vllm")
-    found = []
-    for alike in (1, 4):
-        costs = EngineCosts(device(), profile, alike)
-        served = simulated(load_of(f"all={256 // alike}, in=512, out=128"), costs.scheduler(), costs.seconds, 1)
-        found.append(served.output_rate * alike)
-    assert found[1] == pytest.approx(found[0], rel=0.05)
-
-
 def test_two_stacks_stand_for_all_layers() -> None:
     cluster = parse("H100")
     four = EngineDevice((traced(4),), (4,), 4, RECIPE, cluster, Options(profile_of=find_profile))

@@ -146,7 +146,7 @@ def _keys(common: int, number: int) -> Callable[[int], Hashable]:
 def simulated(load: Load, scheduler: Scheduler, seconds: Seconds, duration: float, most_waiting: int = 100_000) -> Served:
     """Requests that come within `duration`, until all are answered; or until more than `most_waiting` wait."""
     limits = scheduler.limits
-    if type(scheduler) is Scheduler and not (load.prefix or limits.prompts_first or limits.reserves):
+    if type(scheduler) is Scheduler and not load.prefix:
         return CountedClock(load, scheduler.pages, limits, seconds, duration, most_waiting).run()
     return _ServingClock(load, scheduler, seconds, duration, most_waiting).run()
 
