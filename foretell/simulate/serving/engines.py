@@ -21,7 +21,7 @@ from foretell.lower.serving_split import GROUPED, PRODUCTS, EngineForm, engine_s
 from foretell.plan.types import Mesh
 from foretell.price.machine import machine
 from foretell.price.serving.engines import EngineProfile, host_factor
-from foretell.price.serving.weights import format_on, narrow
+from foretell.price.serving.weights import format_on, served
 from foretell.price.speeds import Options, Speeds, comm_time_over, fabrics_of, profile_for
 from foretell.simulate.serving.cost import StepCosts
 from foretell.simulate.serving.layout import micro_batch
@@ -76,7 +76,7 @@ class EngineDevice:
         how = format_on(self.weights, device)
         fabrics = fabrics_of(Mesh(tp=self.tp), self.cluster) if self.tp > 1 else {}
         speeds = Speeds(
-            machine=found, comm_time=comm_time_over(fabrics), reprice=narrow(device, how), host_slowdown=0.0, alone=self.tp == 1,
+            machine=found, comm_time=comm_time_over(fabrics), reprice=served(device, how, found.slower.get("gemm", 1.0)), host_slowdown=0.0, alone=self.tp == 1,
         )  # fmt: skip
         form = EngineForm(tp=self.tp, weights=how, kv=self.kv, apart=self.apart)
         self.parts = [
@@ -101,7 +101,7 @@ class EngineDevice:
             shape = shape._replace(chunks=tuple([(before, alike(count)) for before, count in shape.chunks]))
         found = self._known.get(shape)
         if found is None:
-            if len(self._known) > 200_000:
+            if len(self._known) > 20_000:
                 self._known.clear()
             pages = self.whole([one.attended(shape._replace(chunks=())) for one in self.parts]) if shape.generating else 0.0
             found = self._known[shape] = self.whole([one.seconds(shape) for one in self.parts]) - pages, pages
