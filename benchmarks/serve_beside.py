@@ -129,7 +129,8 @@ def main() -> None:
         told = []
         for name in ("aiconfigurator", "ours"):
             logs = [math.log(one[name] / one["published"]) for one in group]
-            told.append(f"{name} median error {statistics.median(abs(math.expm1(log)) for log in logs):.1%} bias {math.expm1(statistics.median(logs)):+.1%}")
+            off, bias = statistics.median(abs(math.expm1(log)) for log in logs), math.expm1(statistics.median(logs))
+            told.append(f"{name} median error {off:.1%} bias {bias:+.1%}")
         print(f"  {source[:40]:<40} {backend:<8} {len(group):>4} rows  " + "   ".join(told))
     if asked.json:
         asked.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")

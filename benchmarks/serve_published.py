@@ -58,8 +58,12 @@ SMALL = 100
 TRIES = 3
 MOST = {"host_seconds": 30e-3, "host_sequence_seconds": 1e-3}
 """Seconds that are tried."""
+FACTORS = {"slower": (-1, 0.3, 3.0), "peak_share": (1, 0.005, 1.0)}
+"""Which way a factor goes where predictions are too slow, and what is tried."""
 FITTED_ROWS = 20
 """Of a source and an entry, that a constant is fitted to: drawn by hash."""
+LEFT_OUT_ROWS = 120
+"""Of a source, that are predicted without it."""
 ROUNDS = 6
 """That each user of a closed loop asks, where the row does not say how many requests there were."""
 RECIPE = Recipe(mode="infer", precision="bf16", packed=(TOKENS, ROWS))
@@ -194,7 +198,7 @@ def fit(rows: Sequence[ServingRow], predictions: Predictions) -> float | None:
     def slow(value: float) -> float | None:
         """How much too slow, as a logarithm."""
         logs: dict[str, list[float]] = defaultdict(list)
-        for row, found in zip(some, predictions.of([(row, profile.with_fitted(value)) for row in some]), strict=True):
+        for row, found in zip(some, predictions.of([(row, row.engine.with_fitted(value)) for row in some]), strict=True):
             if not isinstance(found, str):
                 logs[row.source] += [
                     (1 if name in ("ttft", "tpot", "latency") else -1) * math.log(found[name] / row.published[name])
@@ -207,11 +211,12 @@ def fit(rows: Sequence[ServingRow], predictions: Predictions) -> float | None:
     missed = slow(value)
     if missed is None:
         return None
-    if profile.fitted == "slower":
+    if profile.fitted in FACTORS:
+        sign, least, most = FACTORS[profile.fitted]
         for _ in range(TRIES):
-            value = min(3.0, max(0.3, value * math.exp(-missed)))
+            value = min(most, max(least, value * math.exp(sign * missed)))
             missed = slow(value) or 0.0
-        return round(value, 3)
+        return round(value, 4)
     most = MOST[profile.fitted]
     low, high = 0.0, most
     for _ in range(TRIES + 2):
@@ -248,17 +253,15 @@ def fitted(rows: Sequence[ServingRow], predictions: Predictions, told: Callable[
     return found
 
 
-def without(rows: Sequence[ServingRow], source: str, predictions: Predictions) -> dict[Entry, EngineProfile]:
-    """Of each entry that a source's rows have: its profile as other sources would have it. Where no other source informs it, the constant is the
-    usual one of other entries."""
+def without(rows: Sequence[ServingRow], source: str, predictions: Predictions, constants: Mapping[Entry, float]) -> dict[Entry, float]:
+    """Of each entry that a source's rows have: its constant as other sources would have it. Where none informs it, the usual one of other
+    entries."""
     found = {}
     for entry, group in _by([row for row in rows if row.source == source and row.engine.fitted], lambda row: entry_of(row.engine)).items():
         profile = group[0].engine
         others = [row for row in rows if row.source != source and entry_of(row.engine) == entry]
         value = fit(others, predictions) if others else None
-        if value is None:
-            value = usual(profile, {entry_of(one): getattr(one, one.fitted) for one in engines() if one.fitted and entry_of(one) != entry})
-        found[entry] = profile.with_fitted(value)
+        found[entry] = usual(profile, constants) if value is None else value
     return found
 
 
@@ -266,13 +269,14 @@ def without(rows: Sequence[ServingRow], source: str, predictions: Predictions) -
 
 
 def answers(
-    rows: Sequence[ServingRow], predictions: Predictions, other: Mapping[Entry, EngineProfile] | None = None
+    rows: Sequence[ServingRow], predictions: Predictions, other: Mapping[Entry, float] | None = None
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """One object a row and quantity; and rows that were left out."""
     found: list[dict[str, Any]] = []
     why: dict[str, str] = {}
     bands = json.loads(BANDS.read_text(encoding="utf-8"))["bands"] if BANDS.exists() else {}
-    asked = [(row, (other or {}).get(entry_of(row.engine), row.engine)) for row in rows]
+    known = other or {}
+    asked = [(row, row.engine.with_fitted(known[entry]) if (entry := entry_of(row.engine)) in known else row.engine) for row in rows]
     for row, predicted in zip(rows, predictions.of(asked), strict=True):
         if isinstance(predicted, str):
             why[row.id] = predicted
@@ -399,11 +403,9 @@ def main() -> None:
     closed = {row.id for row in rows if row.source in whole or sealed_row(row.id)}
     predictions = Predictions(asked.jobs)
     told(f"{len(rows)} of {len(lines)} rows can be asked")
-    if asked.fit:
-        for (name, versions, backend), value in fitted([row for row in rows if row.id not in closed], predictions, told).items():
-            print(f"{name} {list(versions)} {backend}: {value:g}", flush=True)
-        return
-    found, more = answers(rows, predictions)
+    open_rows = [row for row in rows if row.id not in closed]
+    constants = fitted(open_rows, predictions, told) if asked.fit else {}
+    found, more = answers(rows, predictions, constants)
     why |= more
     told(f"{len(found)} figures predicted")
     result: dict[str, Any] = {
@@ -413,25 +415,34 @@ def main() -> None:
         "all": scored(found),
     }  # fmt: skip
     if asked.left_out or asked.bands:
-        alone: list[dict[str, Any]] = []
-        open_rows = [row for row in rows if row.id not in closed]
-        for source in sorted({row.source for row in open_rows}):
-            alone += answers([row for row in open_rows if row.source == source], predictions, without(open_rows, source, predictions))[0]
-            told(f"without {source}")
+        alone = _left_out(open_rows, predictions, constants, told)
         result["each_source_left_out"] = scored(alone)
         if asked.bands:
-            kept = {"what": "published over predicted: nine of ten rows, each source left out, each counting alike", "bands": bands_of(alone)}
+            kept = {"what": "published over predicted: nine of ten figures, each source left out, each counting alike", "bands": bands_of(alone)}
             BANDS.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     show(result, asked.rows)
     if asked.json:
         asked.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-def usual(profile: EngineProfile, found: Mapping[Entry, float]) -> float:
-    """A constant that no run informs: the median of those of other entries that were fitted; without these 1, or 1 ms."""
-    kinds = {entry_of(one): one.fitted for one in engines()}
-    alike = [value for entry, value in found.items() if kinds[entry] == profile.fitted]
-    return statistics.median(alike) if alike else {"slower": 1.0, "host_seconds": 1e-3, "host_sequence_seconds": 50e-6}[profile.fitted]
+def _left_out(
+    rows: Sequence[ServingRow], predictions: Predictions, constants: Mapping[Entry, float], told: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Some rows of each source, by constants that it did not inform."""
+    found: list[dict[str, Any]] = []
+    for source, group in sorted(_by(rows, lambda row: row.source).items()):
+        other = without(rows, source, predictions, constants)
+        found += answers(_few(group, LEFT_OUT_ROWS), predictions, {**constants, **other})[0]
+        told(f"without {source}: {', '.join(f'{entry[0]} {entry[1][0]} {value:g}' for entry, value in other.items())}")
+    return found
+
+
+def usual(profile: EngineProfile, constants: Mapping[Entry, float]) -> float:
+    """A constant that no run informs: the median of the same factor where it is fitted, or of the same seconds of all other entries."""
+    kind, others = profile.fitted, [one for one in engines() if entry_of(one) != entry_of(profile)]
+    kin = [one for one in others if (one.fitted == kind if kind in FACTORS else one.name != "gpt-fast")]
+    alike = [constants.get(entry_of(one), getattr(one, kind)) if one.fitted == kind else getattr(one, kind) for one in kin]
+    return statistics.median(alike) if alike else 1.0
 
 
 def rows_of(lines: Sequence[Mapping[str, Any]]) -> tuple[list[ServingRow], dict[str, str]]:

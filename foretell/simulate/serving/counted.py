@@ -2,8 +2,8 @@
 
 A sequence that generates does the same in each step: one token more, a page more every so many tokens, an end that is known when it
 begins. So these are events, kept by the step at which they come (steps in which prompts go alone are not counted), and a step costs as
-much as what happens in it. Pages are counted, not named, so that prompts share none here. Decisions and seconds are those of `scheduler.Scheduler` taken step by step, bit for bit (a test
-holds that): the same steps, the same additions in the same order.
+much as what happens in it. Pages are counted, not named, so that prompts share none here. Decisions and seconds are those of
+`scheduler.Scheduler` taken step by step, bit for bit (a test holds that): the same steps, the same additions in the same order.
 """
 
 from __future__ import annotations

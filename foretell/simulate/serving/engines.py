@@ -76,7 +76,8 @@ class EngineDevice:
         how = format_on(self.weights, device)
         fabrics = fabrics_of(Mesh(tp=self.tp), self.cluster) if self.tp > 1 else {}
         speeds = Speeds(
-            machine=found, comm_time=comm_time_over(fabrics), reprice=served(device, how, found.slower.get("gemm", 1.0)), host_slowdown=0.0, alone=self.tp == 1,
+            machine=found, comm_time=comm_time_over(fabrics), reprice=served(device, how, found.slower.get("gemm", 1.0)), host_slowdown=0.0,
+            alone=self.tp == 1,
         )  # fmt: skip
         form = EngineForm(tp=self.tp, weights=how, kv=self.kv, apart=self.apart)
         self.parts = [
