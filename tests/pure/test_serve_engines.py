@@ -74,14 +74,14 @@ def test_ranks_share_weights_heads_and_words_and_sum_twice_a_layer(tp: int) -> N
 
 
 EXPERTS = {
-    "num_hidden_layers": 2, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "moe_intermediate_size": 256, "num_experts": 16,
-    "num_experts_per_tok": 4, "vocab_size": 1024, "head_dim": 64,
+    "num_hidden_layers": 2, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 256,
+    "num_local_experts": 16, "num_experts_per_tok": 4, "vocab_size": 1024,
 }  # fmt: skip
 
 
 @functools.cache
 def mixture() -> Trace:
-    reply = answer(request(Source(model="hf:qwen3_moe", overrides=EXPERTS), RECIPE, (9, 0), {}))
+    reply = answer(request(Source(model="hf:mixtral", overrides=EXPERTS), RECIPE, (9, 0), {}))
     return whole(loads(reply["text"]))
 
 

@@ -104,8 +104,10 @@ class EngineDevice:
         if found is None:
             if len(self._known) > 20_000:
                 self._known.clear()
-            pages = self.whole([one.attended(shape._replace(chunks=())) for one in self.parts]) if shape.generating else 0.0
-            found = self._known[shape] = self.whole([one.seconds(shape) for one in self.parts]) - pages, pages
+            generate, prompts = shape._replace(chunks=()), shape._replace(generating=0)
+            pages = self.whole([one.attended(generate) for one in self.parts]) if shape.generating else 0.0
+            besides = [one.besides(shape.tokens, max(1, shape.samples))[0] + (one.attended(prompts) if shape.chunks else 0.0) for one in self.parts]
+            found = self._known[shape] = self.whole(besides), pages
         return found
 
     @cached_property
