@@ -74,7 +74,7 @@ def test_ranks_share_weights_heads_and_words_and_sum_twice_a_layer(tp: int) -> N
 
 
 EXPERTS = {
-    "num_hidden_layers": 2, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 256,
+    "num_hidden_layers": 2, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 384,
     "num_local_experts": 16, "num_experts_per_tok": 4, "vocab_size": 1024,
 }  # fmt: skip
 
@@ -87,7 +87,7 @@ def mixture() -> Trace:
 
 def test_ranks_apart_have_whole_attention_and_a_part_of_the_experts() -> None:
     one, split, apart = (engine_trace(mixture(), EngineForm(tp=tp, apart=own)) for tp, own in ((1, False), (4, False), (4, True)))
-    experts = 2 * 16 * 3 * 512 * 256 * 2
+    experts = 2 * 16 * 3 * 512 * 384 * 2
     assert weights_bytes(one) - weights_bytes(apart) == experts * 3 // 4 and kv_bytes(apart) == kv_bytes(one) == 2 * kv_bytes(split)
     ops = engine_step(apart, StepShape(8, 8 * 100, (), 8), 64).programs["forward"].ops
     exchanged = [(op.name, op.bytes_read) for op in ops if op.name.startswith("foretell.") and op.inputs]
