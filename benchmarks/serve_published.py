@@ -6,7 +6,8 @@
     python benchmarks/serve_published.py --csv FILE.csv --fit             the one constant of each engine entry, from all but sealed sources
 
 A row is a model by its public sizes, traced as two short stacks, lowered as its engine runs it, priced, and served by the scheduler with
-that engine's limits. Sources are sealed by name: the fifth whose hashes come first, of those in a table. Nothing is fitted to them.
+that engine's limits. Nothing is fitted to sealed rows: one in five of each source by the hash of its id, and all of the sources below a hundred
+rows whose names' hashes come first.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,25 +53,37 @@ DEPTHS = (2, 4)
 """Layers of the short stacks."""
 BANDS = HERE / "data" / "serving_bands.json"
 SEALED_SHARE = 0.2
+SMALL = 100
+"""Rows below which a source may be sealed whole."""
 TRIES = 3
 MOST = {"host_seconds": 30e-3, "host_sequence_seconds": 1e-3}
 """Seconds that are tried."""
+FACTORS = {"slower": (-1, 0.3, 3.0), "peak_share": (1, 0.005, 1.0)}
+"""Which way a factor goes where predictions are too slow, and what is tried."""
 FITTED_ROWS = 20
 """Of a source and an entry, that a constant is fitted to: drawn by hash."""
+LEFT_OUT_ROWS = 120
+"""Of a source, that are predicted without it."""
 ROUNDS = 6
 """That each user of a closed loop asks, where the row does not say how many requests there were."""
-TOGETHER = 96
-"""Sequences at a time of which twice as many are simulated two by two, and so on."""
 RECIPE = Recipe(mode="infer", precision="bf16", packed=(TOKENS, ROWS))
 LATEST = 1e7
 """Seconds: no row takes as long."""
 Entry = tuple[str, tuple[str, ...], str]
 
 
-def sealed(sources: Iterable[str]) -> set[str]:
-    """The fifth of sources whose names' hashes come first."""
-    row = sorted(set(sources), key=lambda name: hashlib.sha256(name.encode()).hexdigest())
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def sealed_sources(names: Iterable[str]) -> set[str]:
+    """Of small sources the fifth whose names' hashes come first."""
+    row = sorted((name for name, count in Counter(names).items() if count < SMALL), key=_hash)
     return set(row[: round(SEALED_SHARE * len(row))])
+
+
+def sealed_row(number: str) -> bool:
+    return int(_hash(f"sealed {number}")[:8], 16) < SEALED_SHARE * 2**32
 
 
 class Devices:
@@ -85,7 +97,8 @@ class Devices:
         key = key_of(row)
         if key not in self.made:
             traces = [_traced(row, depth) for depth in DEPTHS]
-            self.made[key] = EngineDevice(traces, DEPTHS, row.model.layers, RECIPE, row.cluster, self.options, row.tp, row.weights, kv_of(row))
+            self.made[key] = EngineDevice(traces, DEPTHS, row.model.layers, RECIPE, row.cluster, self.options, row.tp, row.weights, kv_of(row),
+                                           pp=row.pp, apart=row.apart)  # fmt: skip
         return self.made[key]
 
 
@@ -124,7 +137,8 @@ class Predictions:
 
 
 def key_of(row: ServingRow) -> tuple[str, ...]:
-    return row.model.type, repr(row.model.set), str(row.model.layers), row.cluster.device.name, str(row.tp), row.weights, kv_of(row)
+    model = row.model
+    return model.type, repr(model.set), str(model.layers), row.cluster.device.name, str((row.tp, row.pp, row.apart)), row.weights, kv_of(row)
 
 
 def kv_of(row: ServingRow) -> str:
@@ -142,32 +156,26 @@ def _one(asked: tuple[ServingRow, EngineProfile]) -> dict[str, float] | str:
 def predict(row: ServingRow, devices: Devices, profile: EngineProfile) -> dict[str, float]:
     """Every quantity that a row may have, in seconds and tokens a second of the whole system."""
     load, until = row.load, LATEST
-    many = len(load.recorded) or load.users
-    alike = max(1, min(many, profile.running) // TOGETHER)
-    costs = EngineCosts(devices.of(row), profile, alike)
+    costs = EngineCosts(devices.of(row), profile, cold=True)
     if load.users:
         prompt, output = round(load.prompt.mean), round(load.output.mean)
-        few = min(load.users, profile.running) // alike
+        few = min(load.users, profile.running)
         each = output * costs.seconds(StepShape(few, few * (prompt + output // 2), (), few)) + costs.seconds(StepShape(0, 0, ((0, prompt),), 1))
         rounds = row.requests / load.users if row.requests else ROUNDS
         until = (min(max(1.0, rounds), ROUNDS) - 1) * each * 1.02
-        load = replace(load, amount=load.users // alike)
-    elif alike > 1:
-        load = replace(load, recorded=load.recorded[::alike])
     served = simulated(load, costs.scheduler(), costs.seconds, until)
     if not served.answers or served.refused:
         raise LeftOut(f"{served.refused} requests are longer than all pages that are left beside the weights")
-    return _quantities(served, row, alike)
+    return _quantities(served, row)
 
 
-def _quantities(served: Served, row: ServingRow, alike: int) -> dict[str, float]:
+def _quantities(served: Served, row: ServingRow) -> dict[str, float]:
     def of(values: Sequence[float], stat: str) -> float:
         return statistics.median(values) if "p50" in stat or "median" in stat else statistics.fmean(values)
 
     found = {
-        "ttft": of([one.ttft for one in served.answers], row.stat["ttft"]), "output_tok_s": served.output_rate * row.replicas * alike,
-        "total_tok_s": served.total_rate * row.replicas * alike,
-        "latency": served.seconds * max(1.0, row.requests / (alike * len(served.answers))),
+        "ttft": of([one.ttft for one in served.answers], row.stat["ttft"]), "output_tok_s": served.output_rate * row.replicas,
+        "total_tok_s": served.total_rate * row.replicas, "latency": served.seconds * max(1.0, row.requests / len(served.answers)),
     }  # fmt: skip
     longer = [one.tpot for one in served.answers if one.output > 1]
     if longer:
@@ -190,7 +198,7 @@ def fit(rows: Sequence[ServingRow], predictions: Predictions) -> float | None:
     def slow(value: float) -> float | None:
         """How much too slow, as a logarithm."""
         logs: dict[str, list[float]] = defaultdict(list)
-        for row, found in zip(some, predictions.of([(row, profile.with_fitted(value)) for row in some]), strict=True):
+        for row, found in zip(some, predictions.of([(row, row.engine.with_fitted(value)) for row in some]), strict=True):
             if not isinstance(found, str):
                 logs[row.source] += [
                     (1 if name in ("ttft", "tpot", "latency") else -1) * math.log(found[name] / row.published[name])
@@ -203,11 +211,12 @@ def fit(rows: Sequence[ServingRow], predictions: Predictions) -> float | None:
     missed = slow(value)
     if missed is None:
         return None
-    if profile.fitted == "slower":
+    if profile.fitted in FACTORS:
+        sign, least, most = FACTORS[profile.fitted]
         for _ in range(TRIES):
-            value = min(3.0, max(0.3, value * math.exp(-missed)))
+            value = min(most, max(least, value * math.exp(sign * missed)))
             missed = slow(value) or 0.0
-        return round(value, 3)
+        return round(value, 4)
     most = MOST[profile.fitted]
     low, high = 0.0, most
     for _ in range(TRIES + 2):
@@ -218,7 +227,7 @@ def fit(rows: Sequence[ServingRow], predictions: Predictions) -> float | None:
 
 
 def _few(rows: Sequence[ServingRow], most: int = FITTED_ROWS) -> list[ServingRow]:
-    return sorted(rows, key=lambda row: hashlib.sha256(row.id.encode()).hexdigest())[:most]
+    return sorted(rows, key=lambda row: _hash(row.id))[:most]
 
 
 def independent(row: ServingRow) -> list[str]:
@@ -244,17 +253,15 @@ def fitted(rows: Sequence[ServingRow], predictions: Predictions, told: Callable[
     return found
 
 
-def without(rows: Sequence[ServingRow], source: str, predictions: Predictions) -> dict[Entry, EngineProfile]:
-    """Of each entry that a source's rows have: its profile as other sources would have it. Where no other source informs it, the constant is the
-    usual one of other entries."""
+def without(rows: Sequence[ServingRow], source: str, predictions: Predictions, constants: Mapping[Entry, float]) -> dict[Entry, float]:
+    """Of each entry that a source's rows have: its constant as other sources would have it. Where none informs it, the usual one of other
+    entries."""
     found = {}
     for entry, group in _by([row for row in rows if row.source == source and row.engine.fitted], lambda row: entry_of(row.engine)).items():
         profile = group[0].engine
         others = [row for row in rows if row.source != source and entry_of(row.engine) == entry]
         value = fit(others, predictions) if others else None
-        if value is None:
-            value = usual(profile, {entry_of(one): getattr(one, one.fitted) for one in engines() if one.fitted and entry_of(one) != entry})
-        found[entry] = profile.with_fitted(value)
+        found[entry] = usual(profile, constants) if value is None else value
     return found
 
 
@@ -262,13 +269,14 @@ def without(rows: Sequence[ServingRow], source: str, predictions: Predictions) -
 
 
 def answers(
-    rows: Sequence[ServingRow], predictions: Predictions, other: Mapping[Entry, EngineProfile] | None = None
+    rows: Sequence[ServingRow], predictions: Predictions, other: Mapping[Entry, float] | None = None
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """One object a row and quantity; and rows that were left out."""
     found: list[dict[str, Any]] = []
     why: dict[str, str] = {}
     bands = json.loads(BANDS.read_text(encoding="utf-8"))["bands"] if BANDS.exists() else {}
-    asked = [(row, (other or {}).get(entry_of(row.engine), row.engine)) for row in rows]
+    known = other or {}
+    asked = [(row, row.engine.with_fitted(known[entry]) if (entry := entry_of(row.engine)) in known else row.engine) for row in rows]
     for row, predicted in zip(rows, predictions.of(asked), strict=True):
         if isinstance(predicted, str):
             why[row.id] = predicted
@@ -390,55 +398,51 @@ def main() -> None:
     rows, why = rows_of(lines)
     if asked.few:
         rows = [row for group in _by(rows, lambda row: row.source).values() for row in _few(group, asked.few)]
-    closed = sealed(str(line.get("source") or "none") for line in lines)
+    names = [str(line.get("source") or "none") for line in lines]
+    whole = sealed_sources(names)
+    closed = {row.id for row in rows if row.source in whole or sealed_row(row.id)}
     predictions = Predictions(asked.jobs)
     told(f"{len(rows)} of {len(lines)} rows can be asked")
-    if asked.fit:
-        _fits(rows, closed, predictions, told)
-        return
-    found, more = answers(rows, predictions)
+    open_rows = [row for row in rows if row.id not in closed]
+    constants = fitted(open_rows, predictions, told) if asked.fit else {}
+    found, more = answers(rows, predictions, constants)
     why |= more
     told(f"{len(found)} figures predicted")
     result: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION, "rows": found, "left_out": [{"id": one, "why": text} for one, text in why.items()],
-        "answered": {"rows": len({one["id"] for one in found}), "of": len(lines)}, "sealed_sources": sorted(closed),
-        "sealed": scored([one for one in found if one["source"] in closed]), "open": scored([one for one in found if one["source"] not in closed]),
+        "answered": {"rows": len({one["id"] for one in found}), "of": len(lines)}, "sealed_sources": sorted(whole),
+        "sealed": scored([one for one in found if one["id"] in closed]), "open": scored([one for one in found if one["id"] not in closed]),
         "all": scored(found),
     }  # fmt: skip
     if asked.left_out or asked.bands:
-        alone: list[dict[str, Any]] = []
-        open_rows = [row for row in rows if row.source not in closed]
-        for source in sorted({row.source for row in open_rows}):
-            alone += answers([row for row in open_rows if row.source == source], predictions, without(open_rows, source, predictions))[0]
-            told(f"without {source}")
+        alone = _left_out(open_rows, predictions, constants, told)
         result["each_source_left_out"] = scored(alone)
         if asked.bands:
-            kept = {"what": "published over predicted: nine of ten rows, each source left out, each counting alike", "bands": bands_of(alone)}
+            kept = {"what": "published over predicted: nine of ten figures, each source left out, each counting alike", "bands": bands_of(alone)}
             BANDS.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     show(result, asked.rows)
     if asked.json:
         asked.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-def _fits(rows: Sequence[ServingRow], closed: set[str], predictions: Predictions, told: Callable[[str], None]) -> None:
-    """Constants from open sources, how sealed ones are then met, and constants from all."""
-    found = fitted([row for row in rows if row.source not in closed], predictions, told)
-    other = {}
-    for row in rows:
-        entry, profile = entry_of(row.engine), row.engine
-        if row.source in closed and profile.fitted:
-            other[entry] = profile.with_fitted(found[entry] if entry in found else usual(profile, found))
-    some = [row for group in _by([row for row in rows if row.source in closed], lambda row: row.source).values() for row in _few(group, 40)]
-    _table("sealed, constants from open sources", scored(answers(some, predictions, other)[0]))
-    for entry, value in fitted(rows, predictions, told).items():
-        print(f"{entry[0]} {list(entry[1])} {entry[2]}: {value:g}", flush=True)
+def _left_out(
+    rows: Sequence[ServingRow], predictions: Predictions, constants: Mapping[Entry, float], told: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Some rows of each source, by constants that it did not inform."""
+    found: list[dict[str, Any]] = []
+    for source, group in sorted(_by(rows, lambda row: row.source).items()):
+        other = without(rows, source, predictions, constants)
+        found += answers(_few(group, LEFT_OUT_ROWS), predictions, {**constants, **other})[0]
+        told(f"without {source}: {', '.join(f'{entry[0]} {entry[1][0]} {value:g}' for entry, value in other.items())}")
+    return found
 
 
-def usual(profile: EngineProfile, found: Mapping[Entry, float]) -> float:
-    """A constant that no run informs: the median of those of other entries that were fitted; without these 1, or 1 ms."""
-    kinds = {entry_of(one): one.fitted for one in engines()}
-    alike = [value for entry, value in found.items() if kinds[entry] == profile.fitted]
-    return statistics.median(alike) if alike else {"slower": 1.0, "host_seconds": 1e-3, "host_sequence_seconds": 50e-6}[profile.fitted]
+def usual(profile: EngineProfile, constants: Mapping[Entry, float]) -> float:
+    """A constant that no run informs: the median of the same factor where it is fitted, or of the same seconds of all other entries."""
+    kind, others = profile.fitted, [one for one in engines() if entry_of(one) != entry_of(profile)]
+    kin = [one for one in others if (one.fitted == kind if kind in FACTORS else one.name != "gpt-fast")]
+    alike = [constants.get(entry_of(one), getattr(one, kind)) if one.fitted == kind else getattr(one, kind) for one in kin]
+    return statistics.median(alike) if alike else 1.0
 
 
 def rows_of(lines: Sequence[Mapping[str, Any]]) -> tuple[list[ServingRow], dict[str, str]]:

@@ -4,11 +4,12 @@ open which a prediction needs is refused with the reason; nothing is guessed.
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,24 @@ FORMATS = (
     (r"^(fp4|nvfp4|mxfp4)$", "fp4"), (r"^int8(-eetq|-woq|-weight-only)?$", "int8"), (r"^int4-g32$", "int4-g32"),
     (r"^(int4|int4-(awq|gptq|w4a16|g128)|awq|gptq|w4a16)$", "int4"),
 )  # fmt: skip
-SHAREGPT_LONGEST = 1024
+TEXT_SHAPE = 0.9
+"""Of the Weibull law that lengths of texts which people wrote are drawn from: the longest of ten is then 3.2 times their mean, as run times
+of the smallest bursts have it."""
+TEXT_STEPS = 256
+"""Of the law, that its mean is found from."""
+TEXT_LONGEST = 1024
 """Tokens of a prompt or an answer, as the client of these benchmarks drops longer ones."""
-MOST_REQUESTS = 1500
+MOST_REQUESTS = 6000
 """That are simulated of a run with more: throughput is that of all, a run's latency is scaled."""
-EVEN = 8
-"""Drawn answers are so many tokens or a multiple: sequences that begin together then end together, which is quicker to simulate."""
+POISSON_SECONDS = 600.0
+MOST_ARRIVALS = 20_000
+"""Of a rate, where the row does not say how many requests there were: MLPerf's runs take ten minutes at least."""
+BURST_SECONDS = 1.5e-3
+"""From one request of a burst over HTTP to the next. Assumed."""
+MOST_CONNECTIONS = 1024
+"""Files that a process may have open by default: of a larger burst no more are answered."""
+OLD_STEP = 2048
+"""Tokens of a step at least, of vLLM without chunks; at most a longest request."""
 
 
 class LeftOut(Exception):
@@ -48,6 +61,9 @@ class PublishedModel:
     type: str
     layers: int
     set: Mapping[str, Any]
+    experts: bool = False
+    positions: int = 0
+    """Tokens of a request at most, prompt and answer; 0: more than any row asks for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +78,9 @@ class ServingRow:
     model: PublishedModel
     cluster: Cluster
     tp: int
+    pp: int
+    apart: bool
+    """Ranks have sequences of their own (simulate.serving.engines)."""
     replicas: int
     weights: str
     load: Load
@@ -84,7 +103,8 @@ def model_of(name: str) -> PublishedModel:
     one = max(found, key=lambda pair: pair[0])[1]
     if "missing" in one:
         raise LeftOut(one["missing"])
-    return PublishedModel(type=one["type"], layers=one["layers"], set=one["set"])
+    experts = any("expert" in key for key in one["set"])
+    return PublishedModel(type=one["type"], layers=one["layers"], set=one["set"], experts=experts, positions=one.get("positions", 0))
 
 
 def number(text: object, least: float = 0.0) -> float | None:
@@ -109,27 +129,42 @@ def read(row: Mapping[str, Any]) -> ServingRow:
     key = next((ours for theirs, ours in ENGINES.items() if name == theirs or name.startswith(f"{theirs} ")), None)
     if not name or name.startswith("(") or "transformers" in name:
         raise LeftOut(f"engine: {cell('engine') or 'none given'}")
-    if (number(cell("pp")) or 1) > 1 or (number(cell("ep")) or 1) > 1:
-        raise LeftOut("pipeline or expert parallel")
+    if (number(cell("ep")) or 1) > 1:
+        raise LeftOut("expert parallel")
+    stages = int(number(cell("pp"), 1) or 1)
     model = model_of(cell("model"))
     gpus, tp = number(cell("gpus"), 1), number(cell("tp"), 1)
     if gpus is None and tp is None:
         raise LeftOut("number of GPUs not given")
     ranks = int(tp or gpus or 1)
-    world = int(gpus or ranks)
-    if world % ranks or ranks > 8:
-        raise LeftOut(f"{world} GPUs, tp {ranks}")
+    world = int(gpus or ranks * stages)
+    if world % (ranks * stages) or ranks * stages > 8:
+        raise LeftOut(f"{world} GPUs, tp {ranks}, pp {stages}")
     assumed: list[str] = [] if tp is not None or world == 1 else ["tp: all GPUs"]
-    load, requests = _load(row, world // ranks, assumed)
     if key is None:
         assumed.append(f"engine {cell('engine')}: nothing is known of it")
-    cluster = _cluster(cell("gpu"), ranks, number(cell("gpu_mem_gb"), 1))
-    profile = engine(key or "other", cell("engine_version"), cluster.device.backend)
+    cluster = _cluster(cell("gpu"), ranks * stages, number(cell("gpu_mem_gb"), 1))
+    profile = _limited(engine(key or "other", cell("engine_version"), cluster.device.backend), cell("notes"))
+    apart = profile.experts_apart and model.experts and ranks > 1
+    replicas = world // stages if apart else world // (ranks * stages)
+    load, requests = _load(row, replicas, assumed)
+    if model.positions and load.longest > model.positions:
+        raise LeftOut(f"longer than the model's positions: {load.longest} tokens of {model.positions}")
     return ServingRow(
         id=cell("id") or cell("url"), source=cell("source") or "none", engine=profile, known=key is not None, model=model, cluster=cluster,
-        tp=ranks, replicas=world // ranks, weights=_weights(cell("weights"), assumed), load=load,
+        tp=ranks, pp=stages, apart=apart, replicas=replicas, weights=_weights(cell("weights"), assumed), load=load,
         requests=requests, stat={"ttft": cell("ttft_stat"), "tpot": cell("tpot_stat")}, published=published, assumed=tuple(assumed),
     )  # fmt: skip
+
+
+def _limited(profile: EngineProfile, notes: str) -> EngineProfile:
+    """With the limits that a row names."""
+    length, running = (re.search(rf"{name} (\d+)", notes) for name in ("max_model_len", "max_num_seqs"))
+    if running:
+        profile = replace(profile, running=int(running[1]))
+    if length and profile.prompts_first:
+        profile = replace(profile, tokens=max(OLD_STEP, profile.running, int(length[1])))
+    return profile
 
 
 def _published(row: Mapping[str, Any]) -> dict[str, float]:
@@ -198,9 +233,13 @@ def _load(row: Mapping[str, Any], replicas: int, assumed: list[str]) -> tuple[Lo
             assumed.append("as many requests as keep it busy")
         if count is None:
             raise LeftOut("number of requests not given")
+        if kind == "burst":
+            count = many = min(count, MOST_CONNECTIONS)
         count = min(MOST_REQUESTS, max(1, round(count / replicas)))
         drawn = _drawn(count, prompt, output, spread)
-        return Load(kind="trace", recorded=tuple(Request(0.0, *one) for one in drawn)), round(many / replicas) if many else count
+        each = BURST_SECONDS * replicas if kind == "burst" else 0.0
+        requests = tuple(Request(place * each, *one) for place, one in enumerate(drawn))
+        return Load(kind="trace", recorded=requests), round(many / replicas) if many else count
     if amount is None:
         raise LeftOut(f"load: {kind} {said}")
     if kind in ("concurrency", "users", "closed"):
@@ -209,12 +248,13 @@ def _load(row: Mapping[str, Any], replicas: int, assumed: list[str]) -> tuple[Lo
             users = max(1, round(many / replicas))
         return Load(kind="users", amount=users, prompt=_lengths(prompt, spread), output=_lengths(output, spread)), int(many or 0) // replicas
     if kind in ("poisson", "rate"):
-        drawn = _drawn(MOST_REQUESTS, prompt, output, spread)
-        source, at, requests = random.Random(0), 0.0, []
+        rate = amount / replicas
+        drawn = _drawn(int(min(MOST_ARRIVALS, max(1.0, many / replicas if many else rate * POISSON_SECONDS))), prompt, output, spread)
+        source, at, arrivals = random.Random(0), 0.0, []
         for one in drawn:
-            at += source.expovariate(amount / replicas)
-            requests.append(Request(at, *one))
-        return Load(kind="trace", recorded=tuple(requests)), len(requests)
+            at += source.expovariate(rate)
+            arrivals.append(Request(at, *one))
+        return Load(kind="trace", recorded=tuple(arrivals)), len(arrivals)
     raise LeftOut(f"load: {kind or 'none given'} {said}")
 
 
@@ -233,8 +273,23 @@ def _lengths(mean: float, spread: str) -> Lengths:
     return Lengths(mean=mean)
 
 
+def _law(count: int) -> list[float]:
+    """So many lengths at even steps of the law."""
+    return [(-math.log(1 - (place + 0.5) / count)) ** (1 / TEXT_SHAPE) for place in range(count)]
+
+
+@cache
+def _scale(mean: float, count: int) -> float:
+    """At which they have this mean, cut off as they are."""
+    raw, low, high = _law(count), 0.0, 10 * mean
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(min(TEXT_LONGEST, middle * one) for one in raw) < mean * count else (low, middle)
+    return low
+
+
 def _drawn(count: int, prompt: float, output: float, spread: str) -> list[tuple[int, int]]:
-    """Lengths with these means; of texts that people wrote, drawn from an exponential law cut off where the client does."""
+    """Lengths with these means; of texts that people wrote: at even steps of their law, in any order, cut off where the client does."""
     source = random.Random(0)
 
     def some(mean: float) -> Iterator[int]:
@@ -242,9 +297,8 @@ def _drawn(count: int, prompt: float, output: float, spread: str) -> list[tuple[
             law = _lengths(mean, spread)
             yield from (max(1, law.drawn(source)) for _ in range(count))
             return
-        raw = [min(SHAREGPT_LONGEST, max(4.0, source.expovariate(1 / mean))) for _ in range(count)]
-        factor = mean * count / sum(raw)
-        yield from (max(1, min(SHAREGPT_LONGEST, round(one * factor))) for one in raw)
+        raw, scale = _law(count), _scale(mean, min(count, TEXT_STEPS))
+        source.shuffle(raw)
+        yield from (max(1, min(TEXT_LONGEST, round(scale * one))) for one in raw)
 
-    outputs = [EVEN * max(1, round(one / EVEN)) if spread == "texts" else one for one in some(output)]
-    return list(zip(some(prompt), outputs, strict=True))
+    return list(zip(some(prompt), some(output), strict=True))

@@ -6,7 +6,8 @@
 
 Which products are split by columns and which by rows follows from what they meet: those that attention reads have its heads, the one
 that reads attention sums over them; in the rest of a block, into and out of its inner size. Heads of keys and values that are fewer
-than ranks are copied. The output layer is split by its words. What decides among experts stays whole.
+than ranks are copied. The output layer is split by its words. What decides among experts stays whole. Where ranks have sequences of
+their own, only experts are split: tokens of all ranks are gathered before them, and results summed for each rank after.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class EngineForm:
     weights: WeightFormat = PLAIN
     kv: str = ""
     """Format of keys and values in pages; empty: the model's."""
+    apart: bool = False
+    """Each rank has sequences of its own, and all weights but those of experts, of which it has its part."""
 
 
 def engine_trace(trace: Trace, form: EngineForm) -> Trace:
@@ -77,12 +80,17 @@ def reached(experts: int, pairs: int, tokens: int) -> float:
     return float(experts * (1 - (1 - each / experts) ** tokens))
 
 
+APART = "ranks_apart:"
+"""Attribute of experts' products: so many ranks have sequences of their own."""
+
+
 def _reached(op: Op, tokens: int) -> Op:
     if op.name != GROUPED:
         return op
     rows, weight = op.inputs[0].spec.shape[0], op.inputs[1]
     experts, *sizes = weight.spec.shape
-    some = max(1, round(reached(experts, rows, tokens)))
+    ranks = next((int(str(attr).removeprefix(APART)) for attr in op.attrs if str(attr).startswith(APART)), 1)
+    some = max(1, round(reached(experts, rows, tokens * ranks)))
     return replace(op, inputs=(op.inputs[0], Ref(weight.storage, TensorSpec((some, *sizes), weight.spec.dtype)), *op.inputs[2:]))
 
 
@@ -91,6 +99,8 @@ class _Engine:
 
     def __init__(self, trace: Trace, form: EngineForm) -> None:
         self.trace, self.form = trace, form
+        self.tp = 1 if form.apart else form.tp
+        """Ranks that share what is not an expert."""
         self.ops = trace.programs["forward"].ops
         self.storages = dict(trace.storages)
         self.weights = {number for number, one in trace.storages.items() if one.role == PARAMETER}
@@ -126,7 +136,7 @@ class _Engine:
         for op in self.ops:
             if op.name == "aten.embedding.default":
                 table = op.inputs[0].storage  # split by its words
-                self.storages[table] = self.storages[table]._replace(nbytes=self.storages[table].nbytes // self.form.tp)
+                self.storages[table] = self.storages[table]._replace(nbytes=self.storages[table].nbytes // self.tp)
                 return op.outputs[0].spec.shape[-1]
         raise ModelError("the model has no embedding of tokens", "a decoder")
 
@@ -205,7 +215,7 @@ class _Engine:
     # ------------------------------------------------------------------ writing
 
     def _share(self, size: int, least: int = 1) -> int:
-        return max(least, -(-size // self.form.tp))
+        return max(least, -(-size // self.tp))
 
     def _one(self, number: int, op: Op) -> None:
         if number in self.roles:
@@ -224,7 +234,7 @@ class _Engine:
 
     def _product(self, number: int, op: Op) -> None:
         some = self.joined.get(number, (number,))
-        role, tp, weight = self.roles[number], self.form.tp, self._weight(op)
+        role, tp, weight = self.roles[number], self.tp, self._weight(op)
         assert weight is not None
         x = op.inputs[1 if "addmm" in op.name else 0]
         *experts, inner, _ = weight.spec.shape
@@ -234,6 +244,11 @@ class _Engine:
             outer = weight.spec.shape[-1]
         rows = x.spec.shape[0]
         dtype = weight.spec.dtype
+        apart = self.form.apart and op.name == GROUPED and self.form.tp > 1
+        if apart:
+            experts = [-(-experts[0] // self.form.tp)]
+            if role == COLUMNS:
+                self._exchange("foretell.all_gather", x.storage, op)
         given = Ref(x.storage, TensorSpec((rows, inner), dtype))
         made = Ref(op.outputs[0].storage, TensorSpec((rows, outer), dtype))
         held = Ref(weight.storage, TensorSpec((*experts, inner, outer), dtype))
@@ -243,7 +258,7 @@ class _Engine:
         name, attrs = op.name, tuple(attr for attr in op.attrs if not str(attr).startswith("layout")) or ("layout:ct",)
         inputs: tuple[Ref, ...] = (given, held)
         if op.name == GROUPED:
-            inputs, attrs = (given, held, *op.inputs[2:]), op.attrs
+            inputs, attrs = (given, held, *op.inputs[2:]), (*op.attrs, f"{APART}{self.form.tp}") if apart else op.attrs
         elif op.name == "aten.addmm.default":
             name = "aten.mm.default"
         if role in (COLUMNS, SUMMED) and self.form.weights.name != "bf16":
@@ -252,11 +267,19 @@ class _Engine:
         self.out.append(Op(name, inputs, (made,), op.module, op.phase, flops, allocates, op.frees, attrs))
         if role in (COLUMNS, WORDS):
             self.parts |= {self.ops[one].outputs[0].storage for one in some}
+        if apart and role == SUMMED:
+            self._exchange("foretell.reduce_scatter", made.storage, op)
         if tp > 1 and role in (SUMMED, WORDS):
             spec = TensorSpec((ROWS, outer * tp) if role == WORDS else (TOKENS, outer), dtype)
             kind = "foretell.all_gather" if role == WORDS else "foretell.all_reduce"
             ref = Ref(made.storage, spec)
             self.out.append(Op(kind, (ref,), (ref,), op.module, op.phase, 0, attrs=("axis:tp", f"ranks:{tp}")))
+
+    def _exchange(self, kind: str, storage: int, op: Op) -> None:
+        """Tokens of all ranks, as wide as the model: gathered in the format of products, summed in 16 bits."""
+        narrow = {"8-bit": 2, "4-bit": 4}.get(self.form.weights.kernel, 1) if kind.endswith("gather") else 1
+        ref = Ref(storage, TensorSpec((TOKENS, self.hidden * self.form.tp // narrow), "bfloat16"))
+        self.out.append(Op(kind, (ref,), (ref,), op.module, op.phase, 0, attrs=("axis:tp", f"ranks:{self.form.tp}")))
 
     def _columns(self, number: int) -> int:
         """Of a product's weight, that a rank has."""
@@ -279,7 +302,9 @@ class _Engine:
         weight = self._weight(self.ops[number])
         assert weight is not None
         one = self.storages[weight.storage]
-        share = 1.0 if role == WHOLE else 1 / self.form.tp if role == SUMMED else self._columns(number) / weight.spec.shape[-1]
+        share = 1.0 if role == WHOLE else 1 / self.tp if role == SUMMED else self._columns(number) / weight.spec.shape[-1]
+        if self.form.apart and self.ops[number].name == GROUPED:
+            share /= self.form.tp
         bits = self.form.weights.bits if role in (COLUMNS, SUMMED) else 16.0
         self.storages[weight.storage] = one._replace(nbytes=int(self.trace.storages[weight.storage].nbytes * share * bits / 16))
 
@@ -315,7 +340,7 @@ class _Engine:
         """What is written and read later."""
         specs: dict[int, TensorSpec] = {}
         for _, op in some:
-            whole = self.form.tp == 1 or not any(ref.storage in self.parts for ref in op.inputs)
+            whole = self.tp == 1 or not any(ref.storage in self.parts for ref in op.inputs)
             for ref in op.outputs:
                 if not whole:
                     self.parts.add(ref.storage)

@@ -6,6 +6,7 @@ import functools
 import json
 import random
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,16 +20,21 @@ from foretell.hardware.lookup import find_profile
 from foretell.lower.serving import ATTEND, ROWS, TOKENS, StepShape, kv_bytes
 from foretell.lower.serving_split import EngineForm, engine_step, engine_trace, reached, weights_bytes
 from foretell.price.serving.engines import engine, engines
-from foretell.price.serving.weights import FORMATS
+from foretell.price.serving.weights import FORMATS, MOST_READ
 from foretell.price.speeds import Options
+from foretell.search.traces.child import answer
 from foretell.simulate.serving.engines import EngineCosts, EngineDevice
 from foretell.simulate.serving.load import load_of
 from foretell.simulate.serving.pages import Pages
 from foretell.simulate.serving.run import simulated
 from foretell.simulate.serving.scheduler import Scheduler, StepLimits
+from foretell.trace.load.model import Source
 from foretell.trace.recipe import Recipe
 from foretell.trace.record.capture import capture
 from foretell.trace.record.step import Workload
+from foretell.trace.sandbox.child import request
+from foretell.trace.store.check import whole
+from foretell.trace.store.file import loads
 from foretell.trace.types import Trace
 
 SIZES = {"layers": 2, "dim": 2048, "heads": 16, "kv_heads": 4, "ffn": 5632, "vocab_size": 32000}
@@ -65,6 +71,57 @@ def test_ranks_share_weights_heads_and_words_and_sum_twice_a_layer(tp: int) -> N
     products = [op for op in ops if op.name == "aten.mm.default"]
     assert len(products) == 2 * 4 + 1  # queries, keys and values are one, and so are gate and up
     assert sum(op.flops or 0 for op in products) == pytest.approx(2 * 8 * (weights_bytes(rank) / 2 - 32000 * 2048 / tp), rel=1e-3)
+
+
+EXPERTS = {
+    "num_hidden_layers": 2, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 384,
+    "num_local_experts": 16, "num_experts_per_tok": 4, "vocab_size": 1024,
+}  # fmt: skip
+
+
+@functools.cache
+def mixture() -> Trace:
+    reply = answer(request(Source(model="hf:mixtral", overrides=EXPERTS), RECIPE, (9, 0), {}))
+    return whole(loads(reply["text"]))
+
+
+def test_ranks_apart_have_whole_attention_and_a_part_of_the_experts() -> None:
+    one, split, apart = (engine_trace(mixture(), EngineForm(tp=tp, apart=own)) for tp, own in ((1, False), (4, False), (4, True)))
+    experts = 2 * 16 * 3 * 512 * 384 * 2
+    assert weights_bytes(one) - weights_bytes(apart) == experts * 3 // 4 and kv_bytes(apart) == kv_bytes(one) == 2 * kv_bytes(split)
+    ops = engine_step(apart, StepShape(8, 8 * 100, (), 8), 64).programs["forward"].ops
+    exchanged = [(op.name, op.bytes_read) for op in ops if op.name.startswith("foretell.") and op.inputs]
+    assert exchanged == [("foretell.all_gather", 8 * 4 * 512 * 2), ("foretell.reduce_scatter", 8 * 4 * 512 * 2)] * 2
+    grouped = [op.inputs[1].spec.shape[0] for op in ops if op.name == "aten._grouped_mm.default"]
+    assert set(grouped) == {4}, "32 tokens of four ranks reach all experts of a rank"
+
+
+def test_stages_share_layers_and_take_turns() -> None:
+    cluster = parse("2xH100")
+    whole, half = (EngineDevice((traced(2), traced(4)), (2, 4), 8, RECIPE, cluster, Options(profile_of=find_profile), pp=pp) for pp in (1, 2))
+    assert half.token_bytes == whole.token_bytes // 2 and half.weights_bytes < 0.7 * whole.weights_bytes
+    profile = replace(engine("vllm", "2024"), host_seconds=0.0, host_sequence_seconds=0.0)
+    prompt = StepShape(0, 0, tuple((0, 1024) for _ in range(8)), 8)
+    assert 0.95 < EngineCosts(half, profile).seconds(prompt) / EngineCosts(whole, profile).seconds(prompt) < 1.25
+    few = StepShape(2, 1000, (), 2)
+    assert EngineCosts(half, profile).seconds(few) > 0.9 * EngineCosts(whole, profile).seconds(few)
+
+
+def test_products_of_few_rows_read_no_faster_than_memory_gives() -> None:
+    for name in ("RTX-4090", "A100-SXM-40GB", "H100", "MI300X"):
+        one = device(name)
+        read = one.weights_bytes - 32000 * 2048 * 2
+        assert one.seconds(StepShape(1, 2, (), 1)) > read / (MOST_READ * one.cluster.device.memory_bandwidth_bytes_per_second)
+
+
+def test_a_host_launches_prompts_one_kernel_after_another_and_compiles_experts_once() -> None:
+    profile = replace(engine("vllm", "0.5.4"), host_seconds=0.0, host_sequence_seconds=0.0)
+    prompt, costs = StepShape(0, 0, ((0, 16),), 1), EngineCosts(device(), profile)
+    assert costs.seconds(prompt) == pytest.approx(device().launches * profile.launch_seconds)
+    assert costs.seconds(StepShape(1, 16, (), 1)) < 0.5 * costs.seconds(prompt)
+    experts = EngineDevice((mixture(),), (2,), 2, RECIPE, parse("H100"), Options(profile_of=find_profile))
+    cold, warm, large = EngineCosts(experts, profile, cold=True), EngineCosts(experts, profile), StepShape(0, 0, ((0, 600),), 1)
+    assert [cold.seconds(large) - warm.seconds(large) for _ in range(2)] == pytest.approx([profile.expert_compile_seconds, 0])
 
 
 def test_heads_that_are_fewer_than_ranks_are_copied() -> None:
@@ -114,16 +171,6 @@ def test_with_pages_reserved_none_is_preempted(seed: int) -> None:
     crowded = simulated(load, free, lambda _: 0.01, 10)
     assert served.preemptions == 0 and len(served.answers) == 60 and kept.pages.available == 40
     assert crowded.preemptions > 0 or seed
-
-
-def test_sequences_side_by_side_stand_for_many() -> None:
-    profile = engine("vllm")
-    found = []
-    for alike in (1, 4):
-        costs = EngineCosts(device(), profile, alike)
-        served = simulated(load_of(f"all={256 // alike}, in=512, out=128"), costs.scheduler(), costs.seconds, 1)
-        found.append(served.output_rate * alike)
-    assert found[1] == pytest.approx(found[0], rel=0.05)
 
 
 def test_two_stacks_stand_for_all_layers() -> None:

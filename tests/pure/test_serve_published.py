@@ -35,19 +35,29 @@ def test_a_row_is_a_question(rows: ModuleType) -> None:
     assert found.cluster.count == 2 and found.model.layers == 32 and len(found.load.recorded) == 16
     assert found.published == {"output_tok_s": 1000.0, "latency": 2.048}
     assert rows.read({**ROW, "gpus": "8"}).replicas == 4
+    staged = rows.read({**ROW, "gpus": "8", "pp": "2"})
+    assert (staged.pp, staged.replicas, staged.cluster.count) == (2, 2, 4)
+    limited = rows.read({**ROW, "notes": "max_num_seqs 64, max_model_len 3000"}).engine
+    assert (limited.running, limited.tokens) == (64, 3000) and found.engine.tokens == 8192
+    experts = {"engine": "TensorRT-LLM", "engine_version": "v1.0", "model": "Qwen3-30B-A3B", "load_kind": "offline", "num_requests": "3000"}
+    apart = rows.read({**ROW, **experts})
+    assert apart.apart and apart.replicas == 2 and len(apart.load.recorded) == 1500 and not found.apart
+    assert len(rows.read({**ROW, "load_kind": "burst", "num_requests": "5000"}).load.recorded) == rows.MOST_CONNECTIONS
     assert not rows.read({**ROW, "engine": "SomeNew"}).known
 
 
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        ({"model": "nobody/has-this-9b"}, "model not known"), ({"model": "bigscience/bloom-7b1"}, "ALiBi"),
+        ({"model": "nobody/has-this-9b"}, "model not known"), ({"model": "deepseek-ai/DeepSeek-V3"}, "latent space"),
+        ({"model": "facebook/opt-6.7b", "input_len": "2000"}, "positions: 2128 tokens of 2048"),
         ({"gpu": "Abacus-3"}, "not in the catalogue"),
         ({"gpu": "GH200-144GB", "gpu_mem_gb": "144"}, "not in the catalogue with that memory"), ({"gpu": ""}, "GPU not given"),
         ({"weights": "int3-odd"}, "weights: int3-odd"), ({"input_len": ""}, "lengths"), ({"gpus": "", "tp": ""}, "number of GPUs"),
-        ({"engine": ""}, "engine: none given"), ({"spec_decode": "eagle"}, "speculative"), ({"pp": "2"}, "pipeline"),
+        ({"ep": "2"}, "expert"),
+        ({"engine": ""}, "engine: none given"), ({"spec_decode": "eagle"}, "speculative"), ({"pp": "2"}, "2 GPUs, tp 2, pp 2"),
         ({"load_kind": "prefill"}, "load"),
-        ({"output_tok_s": "", "latency_s": ""}, "nothing measured"), ({"tp": "3"}, "2 GPUs, tp 3"),
+        ({"output_tok_s": "", "latency_s": ""}, "nothing measured"), ({"tp": "3"}, "2 GPUs, tp 3, pp 1"),
     ],
 )  # fmt: skip
 def test_what_a_row_leaves_open_is_said(rows: ModuleType, wrong: dict[str, str], why: str) -> None:
@@ -68,14 +78,17 @@ def test_texts_have_the_means_that_a_row_says(rows: ModuleType) -> None:
     texts = {"load_kind": "burst", "num_requests": "640", "lengths": "ShareGPT, means given", "input_len": "230", "output_len": "210"}
     found = rows.read({**ROW, **texts})
     prompts, answers = ([getattr(one, name) for one in found.load.recorded] for name in ("prompt", "output"))
-    assert sum(prompts) / 640 == pytest.approx(230, rel=0.05) and sum(answers) / 640 == pytest.approx(210, rel=0.05)
-    assert max(prompts) > 600 and min(prompts) < 20
+    assert sum(prompts) / 640 == pytest.approx(230, rel=0.02) and sum(answers) / 640 == pytest.approx(210, rel=0.02)
+    assert max(prompts) == 1024 and min(prompts) < 5
+    few = rows.read({**ROW, **texts, "num_requests": "10"}).load.recorded
+    assert sum(one.output for one in few) / 10 == pytest.approx(210, rel=0.02) and 3 < max(one.output for one in few) / 210 < 3.5
 
 
-def test_sealed_sources_are_chosen_by_name_alone(published: ModuleType) -> None:
+def test_what_is_sealed_follows_from_names_alone(published: ModuleType) -> None:
     names = [f"source {number}" for number in range(20)]
-    found = published.sealed(names)
-    assert len(found) == 4 and found == published.sealed([*reversed(names), *names])
+    found = published.sealed_sources([*names, *["large"] * 100])
+    assert len(found) == 4 and found == published.sealed_sources([*reversed(names), *names])
+    assert 0.17 < sum(published.sealed_row(f"row {number}") for number in range(2000)) / 2000 < 0.23
 
 
 def test_order_and_errors(published: ModuleType) -> None:

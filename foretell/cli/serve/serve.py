@@ -95,8 +95,7 @@ def serve(
 
     asked = Setup(
         model=model, overrides=words.overrides(override), weights=weights, tokenizer=tokenizer, device=device, dtype=dtype, pages=pages, size=size,
-        running=running, tokens=tokens, share=share, queue=queue, seed=seed, tp=tp, pp=pp, graphs=graphs, compiled=compiled,
-        invariant=invariant,
+        running=running, tokens=tokens, share=share, queue=queue, seed=seed, tp=tp, pp=pp, graphs=graphs, compiled=compiled, invariant=invariant,
     )  # fmt: skip
     return _run(asked, host, port, out, context.obj, json=json)
 

@@ -10,8 +10,10 @@ import tomllib
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
+from typing import Any
 
 from foretell.errors import InternalError, UnknownName
+from foretell.hardware.types import Device
 
 OWN = "foretell"
 
@@ -40,16 +42,28 @@ class EngineProfile:
     """The host prepares the next step while one computes."""
     memory_share: float = 0.9
     """Of a device's memory, that weights, pages and a step may take."""
-    held_bytes: int = 2 * 2**30
-    """Of that, for steps, graphs and libraries."""
+    held_bytes: int = 2**30
+    """Of that, for graphs and libraries; what the largest step computes comes on top."""
+    share_of_free: bool = False
+    """The share is of what weights leave, not of all memory."""
+    experts_apart: bool = False
+    """Ranks of a mixture of experts hold whole attention, each for its own sequences, and a part of the experts."""
     kv: str = ""
     """Format of keys and values where weights are in 8 bits or less; empty: the model's."""
     host_seconds: float
     """Of a step: scheduling, inputs, sampling, answers."""
     host_sequence_seconds: float = 0.0
     """For each sequence in it, besides."""
+    launch_seconds: float = 0.0
+    """Of each kernel that the host launches one by one: steps with prompts, and all where nothing is replayed."""
+    expert_compile_seconds: float = 0.0
+    """Kernels of experts are compiled when a size of step first comes that no replayed one has: a server just started waits for that."""
     slower: float = 1.0
     """Device seconds over those that our laws of kernels give."""
+    peak_share: float = 1.0
+    """Of the device's peak, that products compute at most at."""
+    spread_heads: bool = False
+    """Attention over pages reads keys and values anew for each head of queries."""
     shared_seconds: float = 0.0
     """Beyond its messages, of a step on several devices."""
     fitted: str = ""
@@ -65,10 +79,20 @@ class EngineProfile:
 
 
 @cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads(resources.files("foretell.price.serving").joinpath("engines.toml").read_text(encoding="utf-8"))
+
+
+def host_factor(device: Device) -> float:
+    """Seconds of a host beside those of an H100's machine: CPUs are of the time of their GPUs."""
+    found: dict[str, float] = _table()["hosts"]
+    return found.get(device.name, found.get(".".join(map(str, device.compute_capability or ())), 1.0))
+
+
+@cache
 def engines() -> tuple[EngineProfile, ...]:
     """All entries, those of an engine from its newest to its oldest."""
-    text = resources.files("foretell.price.serving").joinpath("engines.toml").read_text(encoding="utf-8")
-    found = tuple(EngineProfile(**{**row, "versions": tuple(row["versions"])}) for row in tomllib.loads(text)["engine"])
+    found = tuple(EngineProfile(**{**row, "versions": tuple(row["versions"])}) for row in _table()["engine"])
     wrong = [one.name for one in found if one.fitted and one.fitted not in {item.name for item in fields(EngineProfile)}]
     if wrong:
         raise InternalError(f"engines.toml: {', '.join(wrong)} fit a constant that there is not")

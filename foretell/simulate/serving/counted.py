@@ -1,9 +1,9 @@
 """The clock of `run` by counts: the same scheduler's decisions without touching every sequence in every step.
 
 A sequence that generates does the same in each step: one token more, a page more every so many tokens, an end that is known when it
-begins. So these are events, kept by the step at which they come, and a step costs as much as what happens in it. Pages are counted, not
-named, so that prompts share none here. Decisions and seconds are those of `scheduler.Scheduler` taken step by step, bit for bit (a test
-holds that): the same steps, the same additions in the same order.
+begins. So these are events, kept by the step at which they come (steps in which prompts go alone are not counted), and a step costs as
+much as what happens in it. Pages are counted, not named, so that prompts share none here. Decisions and seconds are those of
+`scheduler.Scheduler` taken step by step, bit for bit (a test holds that): the same steps, the same additions in the same order.
 """
 
 from __future__ import annotations
@@ -54,9 +54,17 @@ class CountedClock:
         self.now = self.seen = 0.0
         """`seen`: what has come by then is known when the next step is decided."""
         self.ahead, self.invariant = limits.ahead, limits.invariant
+        self.prompts_first, self.reserves = limits.prompts_first, limits.reserves
+        self.reserved = 0
+        """Pages that running sequences take until they are finished."""
         self.later: list[_CountedSequence] = []
         """Who asked again while the next step was decided already."""
         self.step = 0
+        """In which sequences generate."""
+        self.paused = False
+        """Prompts go alone in this step."""
+        self.stepped = 0.0
+        """When the last one in which they generated ended."""
         self.started = 0
         self.waiting: deque[_CountedSequence] = deque()
         self.running: list[_CountedSequence] = []
@@ -65,6 +73,8 @@ class CountedClock:
         self.generating = self.attended = 0
         self.fresh: list[_CountedSequence] = []
         """That generate from this step on and have no token of the step before."""
+        self.begun: list[_CountedSequence] = []
+        """That generate from this step on, and got a token when their prompts ended."""
         self.grows: dict[int, list[tuple[_CountedSequence, int]]] = {}
         self.ends: dict[int, list[tuple[_CountedSequence, int]]] = {}
         self.served = Served()
@@ -120,6 +130,10 @@ class CountedClock:
 
     def _scheduled(self) -> list[tuple[_CountedSequence, int]]:
         """Pieces of prompts in the next step; those that generate are counted."""
+        whole = self._alone() if self.prompts_first and self.waiting else []
+        self.paused = bool(whole)
+        if whole:
+            return whole
         grow = self.grows.pop(self.step, None)
         if grow is not None:
             alive = [one for one, number in grow if one.round == number and one.since >= 0]
@@ -135,18 +149,8 @@ class CountedClock:
                 count = min(self._end_of_piece(one) - one.computed, left)
                 rows.append((one, count))
                 left -= count
-        while self.waiting and left and len(self.running) < self.most_running:
-            one = self.waiting[0]
-            needed = -(-one.length // self.size)
-            if needed > self.free:
-                break
-            self.waiting.popleft()
-            self.free -= needed
-            one.pages = needed
-            self.started += 1
-            one.began = self.started
-            self.running.append(one)
-            self.prompts.append(one)
+        while self.waiting and left and len(self.running) < self.most_running and self._starts(self.waiting[0]):
+            one = self.waiting.popleft()
             count = min(self._end_of_piece(one), left)
             rows.append((one, count))
             left -= count
@@ -156,6 +160,36 @@ class CountedClock:
 
     def _end_of_piece(self, one: _CountedSequence) -> int:
         return one.prompt if self.invariant and one.computed < one.prompt else one.length
+
+    def _alone(self) -> list[tuple[_CountedSequence, int]]:
+        """Whole prompts in the order they came, as many as fit a step; the first goes however long it is."""
+        rows: list[tuple[_CountedSequence, int]] = []
+        left = self.tokens
+        while self.waiting and len(self.running) < self.most_running and (not rows or self.waiting[0].length <= left):
+            if not self._starts(self.waiting[0]):
+                break
+            one = self.waiting.popleft()
+            rows.append((one, one.length))
+            left -= one.length
+        return rows
+
+    def _starts(self, one: _CountedSequence) -> bool:
+        """Give a sequence the pages for all its tokens; False where there are too few."""
+        needed, whole = -(-one.length // self.size), -(-(one.prompt + one.most) // self.size)
+        if needed > self.free or (self.reserves and self.reserved + whole > self.count):
+            return False
+        self.free -= needed
+        self.reserved += whole
+        one.pages = needed
+        self.started += 1
+        one.began = self.started
+        self.running.append(one)
+        self.prompts.append(one)
+        return True
+
+    def _release(self, one: _CountedSequence) -> None:
+        self.free += one.pages
+        self.reserved -= -(-(one.prompt + one.most) // self.size)
 
     def _grow(self, one: _CountedSequence) -> None:
         self.free -= 1
@@ -174,10 +208,10 @@ class CountedClock:
 
     def _preempt(self, one: _CountedSequence) -> None:
         self.running.pop()
-        self.free += one.pages
+        self._release(one)
         if one.since >= 0:
-            if one not in self.fresh:
-                one.last = self.now
+            if one.since < self.step:
+                one.last = self.stepped
             self._leaves(one)
         else:
             self.prompts.remove(one)
@@ -189,8 +223,8 @@ class CountedClock:
     # ------------------------------------------------------------------ and what comes of it
 
     def _compute(self, rows: list[tuple[_CountedSequence, int]]) -> None:
-        served, generating = self.served, self.generating
-        ones, attended, samples, chunks = generating, self.attended, generating, []
+        served, generating = self.served, 0 if self.paused else self.generating
+        ones, attended, samples, chunks = generating, self.attended if generating else 0, generating, []
         for one, count in rows:
             if one.computed >= one.prompt if self.invariant else count == 1:
                 ones += count
@@ -204,29 +238,43 @@ class CountedClock:
         self.seen = begun if self.ahead else now
         served.busy += each
         served.steps += 1
-        late = generating - len(self.fresh)
-        for one in self.fresh:
-            late += self._sampled(one, begun)
-        self.fresh = []
-        ended = self.ends.pop(self.step, None)
-        self.attended += generating
-        self.step += 1
-        finished = []
-        if ended is not None:
-            finished = sorted((one for one, number in ended if one.round == number and one.since >= 0), key=lambda one: one.began)
-            for one in finished:
-                self._leaves(one)
+        late = self._generated(generating, begun) if generating else 0
+        finished = [] if self.paused else self._ended(generating)
         if rows:
             late += self._prompted(rows, begun, finished)
         if late:
             served.gaps.append((each, late))
         for one in finished:
             self.running.remove(one)
-            self.free += one.pages
+            self._release(one)
             one.answer.last = now
             served.answers.append(one.answer)
             if self.load.users:
                 self._ask()
+
+    def _generated(self, generating: int, begun: float) -> int:
+        """All that generate have one token more: how many of these had one in the step before."""
+        late, stayed = 0, generating - len(self.fresh) - len(self.begun)
+        for one in (*self.begun, *self.fresh):
+            late += self._sampled(one, begun)
+        if self.stepped == begun:
+            late += stayed
+        elif stayed:
+            self.served.gaps += [(self.now - self.stepped, 1)] * stayed
+        self.begun, self.fresh, self.stepped = [], [], self.now
+        return late
+
+    def _ended(self, generating: int) -> list[_CountedSequence]:
+        """Who has its last token with this step."""
+        ended = self.ends.pop(self.step, None)
+        self.attended += generating
+        self.step += 1
+        if ended is None:
+            return []
+        finished = sorted((one for one, number in ended if one.round == number and one.since >= 0), key=lambda one: one.began)
+        for one in finished:
+            self._leaves(one)
+        return finished
 
     def _prompted(self, rows: list[tuple[_CountedSequence, int]], begun: float, finished: list[_CountedSequence]) -> int:
         """Prompts are so much further; some gave a token: how many of these had one in the step before."""
@@ -265,8 +313,7 @@ class CountedClock:
         one.round += 1
         self.generating += 1
         self.attended += one.computed + 1
-        if fresh:
-            self.fresh.append(one)
+        (self.fresh if fresh else self.begun).append(one)
         self.grows.setdefault(self.step + one.pages * self.size - one.computed, []).append((one, one.round))
         self.ends.setdefault(self.step + one.most - (one.length - one.prompt) - 1, []).append((one, one.round))
 
@@ -277,5 +324,6 @@ class CountedClock:
         one.length += self.step - one.since
         one.since = -1
         one.round += 1
-        if one in self.fresh:
-            self.fresh.remove(one)
+        for some in (self.fresh, self.begun):
+            if one in some:
+                some.remove(one)

@@ -1,6 +1,7 @@
 """Seconds of another engine's steps: the same trace as one of its ranks runs it, priced alike, beside its own host.
 
     a step = device seconds × its kernels' factor, and the host: before it, or beside it where the engine overlaps the two
+             with prompts no less than the host takes to launch its kernels one by one
     device   lowered for the engine (lower.serving_split), priced and simulated as our own steps are (cost)
 
 A model of equal layers may be given as two short stacks: each further layer costs what lies between them.
@@ -15,14 +16,15 @@ from math import log2
 
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster
-from foretell.lower.serving import StepShape, kv_bytes
-from foretell.lower.serving_split import EngineForm, engine_step, engine_trace, weights_bytes
+from foretell.lower.serving import TOKENS, StepShape, kv_bytes
+from foretell.lower.serving_split import GROUPED, PRODUCTS, EngineForm, engine_step, engine_trace, weights_bytes
 from foretell.plan.types import Mesh
 from foretell.price.machine import machine
-from foretell.price.serving.engines import EngineProfile
-from foretell.price.serving.weights import format_on, narrow
+from foretell.price.serving.engines import EngineProfile, host_factor
+from foretell.price.serving.weights import format_on, served
 from foretell.price.speeds import Options, Speeds, comm_time_over, fabrics_of, profile_for
 from foretell.simulate.serving.cost import StepCosts
+from foretell.simulate.serving.layout import micro_batch
 from foretell.simulate.serving.pages import Pages
 from foretell.simulate.serving.scheduler import Scheduler, StepLimits
 from foretell.trace.recipe import Recipe
@@ -59,8 +61,12 @@ class EngineDevice:
     weights: str = "bf16"
     kv: str = ""
     """Format of keys and values; empty: the model's."""
+    pp: int = 1
+    """Stages, each with as many layers and `tp` ranks."""
+    apart: bool = False
+    """Ranks have sequences of their own; this is one of them."""
     parts: list[StepCosts] = field(init=False)
-    _known: dict[StepShape, float] = field(default_factory=dict, init=False)
+    _known: dict[StepShape, tuple[float, float]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         device = self.cluster.device
@@ -70,9 +76,10 @@ class EngineDevice:
         how = format_on(self.weights, device)
         fabrics = fabrics_of(Mesh(tp=self.tp), self.cluster) if self.tp > 1 else {}
         speeds = Speeds(
-            machine=found, comm_time=comm_time_over(fabrics), reprice=narrow(device, how), host_slowdown=0.0, alone=self.tp == 1,
+            machine=found, comm_time=comm_time_over(fabrics), reprice=served(device, how, found.slower.get("gemm", 1.0)), host_slowdown=0.0,
+            alone=self.tp == 1,
         )  # fmt: skip
-        form = EngineForm(tp=self.tp, weights=how, kv=self.kv)
+        form = EngineForm(tp=self.tp, weights=how, kv=self.kv, apart=self.apart)
         self.parts = [
             StepCosts(engine_trace(one, form), self.recipe, self.cluster, self.options, cached=PAGE, graphs=True, speeds=speeds, step_of=engine_step)
             for one in self.traces
@@ -83,16 +90,53 @@ class EngineDevice:
         if len(figures) == 1:
             return figures[0]
         (few, many), (low, high) = self.depths, figures
-        return low + (high - low) / (many - few) * (self.layers - few)
+        return low + (high - low) / (many - few) * (self.layers / self.pp - few)
 
     def seconds(self, shape: StepShape) -> float:
+        """Of a stage."""
+        return sum(self.split(shape))
+
+    def split(self, shape: StepShape) -> tuple[float, float]:
+        """Seconds besides attention over pages, and of that."""
         if any(count > FINE for _, count in shape.chunks):
             shape = shape._replace(chunks=tuple([(before, alike(count)) for before, count in shape.chunks]))
-        if shape not in self._known:
-            if len(self._known) > 200_000:
+        found = self._known.get(shape)
+        if found is None:
+            if len(self._known) > 20_000:
                 self._known.clear()
-            self._known[shape] = self.whole([one.seconds(shape) for one in self.parts])
-        return self._known[shape]
+            generate, prompts = shape._replace(chunks=()), shape._replace(generating=0)
+            pages = self.whole([one.attended(generate) for one in self.parts]) if shape.generating else 0.0
+            besides = [one.besides(shape.tokens, max(1, shape.samples))[0] + (one.attended(prompts) if shape.chunks else 0.0) for one in self.parts]
+            found = self._known[shape] = self.whole(besides), pages
+        return found
+
+    @cached_property
+    def launches(self) -> float:
+        """Kernels of a step."""
+        return self.whole([sum(not op.name.startswith("foretell.link") for op in one.trace.ops()) for one in self.parts])
+
+    @cached_property
+    def flops(self) -> float:
+        """Of products, for each token that is computed."""
+        return self.whole([sum(op.flops or 0 for op in one.trace.ops() if op.name in PRODUCTS and op.inputs[0].spec.shape[0] % TOKENS == 0)
+                           for one in self.parts]) / TOKENS  # fmt: skip
+
+    @cached_property
+    def mixture(self) -> bool:
+        """It has experts."""
+        return any(op.name == GROUPED for op in self.parts[0].trace.ops())
+
+    @cached_property
+    def spread(self) -> float:
+        """Heads of queries that read one head of keys."""
+        layer = next(iter(self.parts[0].layers))
+        return layer.query.shape[1] / layer.key.shape[1]
+
+    @cached_property
+    def step_bytes(self) -> int:
+        """That the largest product of a step holds for each token."""
+        each = [op.outputs[0].spec.nbytes + op.inputs[0].spec.nbytes for op in self.parts[0].trace.ops() if op.name in PRODUCTS]
+        return max(one // TOKENS for one in each)
 
     @cached_property
     def weights_bytes(self) -> int:
@@ -111,24 +155,47 @@ class EngineCosts:
 
     device: EngineDevice
     profile: EngineProfile
-    alike: int = 1
-    """Sequences that each simulated one stands for: they go through steps side by side, which is quicker to simulate."""
+    cold: bool = False
+    """The server has just started."""
+    _met: set[int] = field(default_factory=set, init=False, compare=False)
+    """Sizes of steps that came already, each half as large again as the next smaller."""
 
     def seconds(self, shape: StepShape) -> float:
-        profile, many = self.profile, self.alike
-        if many > 1:
-            shape = StepShape(shape.generating * many, shape.attended * many, shape.chunks * many, shape.samples * many)
-        busy = self.device.seconds(shape) * profile.slower
+        stages = self.device.pp
+        if stages == 1:
+            return self._stage(shape)
+        return stages * self._stage(micro_batch(shape, max(1, min(stages, shape.generating + len(shape.chunks)))))
+
+    def _stage(self, shape: StepShape) -> float:
+        """Where stages take turns all are busy at once: each computes its part of the sequences as often as there are stages."""
+        profile, device, faster = self.profile, self.device, host_factor(self.device.cluster.device)
+        besides, pages = device.split(shape)
+        computing = device.flops * shape.tokens / (profile.peak_share * device.cluster.device.peak("bfloat16")) if profile.peak_share < 1 else 0.0
+        busy = max(besides * profile.slower, computing) + pages * profile.slower * (device.spread if profile.spread_heads else 1.0)
+        if shape.chunks or not profile.graphs:
+            busy = max(busy, device.launches * profile.launch_seconds * faster)
         host = profile.host_seconds + profile.host_sequence_seconds * (shape.generating + len(shape.chunks))
-        host += profile.shared_seconds if self.device.tp > 1 else 0.0
-        return max(busy, host) if profile.overlapped else busy + host
+        host = host * faster + (profile.shared_seconds if device.tp > 1 else 0.0)
+        return (max(busy, host) if profile.overlapped else busy + host) + self._compiled(shape)
+
+    def _compiled(self, shape: StepShape) -> float:
+        """What a size of step takes that is the first of its kind."""
+        if not self.cold or not self.profile.expert_compile_seconds or not self.device.mixture or shape.tokens <= self.profile.running:
+            return 0.0
+        size = shape.tokens.bit_length()
+        if size in self._met:
+            return 0.0
+        self._met.add(size)
+        return self.profile.expert_compile_seconds
 
     @property
     def pages(self) -> int:
         """That are left beside weights and a step."""
-        profile = self.profile
-        room = profile.memory_share * self.device.cluster.device.memory_bytes - profile.held_bytes - self.device.weights_bytes
-        return int(room // (PAGE * self.device.token_bytes))
+        profile, device = self.profile, self.device
+        memory, weights = device.cluster.device.memory_bytes, device.weights_bytes
+        held = profile.held_bytes + profile.tokens * device.step_bytes
+        room = profile.memory_share * (memory - held - weights) if profile.share_of_free else profile.memory_share * memory - held - weights
+        return int(room // (PAGE * device.token_bytes))
 
     def scheduler(self, *, running: int | None = None, tokens: int | None = None, pages: int | None = None) -> Scheduler:
         profile = self.profile
@@ -138,6 +205,6 @@ class EngineCosts:
             need = self.device.weights_bytes / 2**30
             problem = f"weights of {need:.1f} GiB leave no pages on {self.device.cluster.device.name}"
             raise UserError(problem, "more devices (tp), weights of fewer bits")
-        many, step, count = (max(1, one // self.alike) for one in (many, profile.tokens if tokens is None else tokens, count))
+        step = profile.tokens if tokens is None else tokens
         limits = StepLimits(running=many, tokens=max(many, step), prompts_first=profile.prompts_first, reserves=profile.reserves)
         return Scheduler(Pages(count, PAGE), limits)

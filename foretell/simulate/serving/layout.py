@@ -287,7 +287,7 @@ class LayoutCosts:
             replays = layout.graphs and layout.tp == 1  # ranks compute steps as they are
             return self.stages[0].seconds(shape, replayed(shape, layout.running, max(layout.tokens, layout.running)) if replays else None)
         parts = max(1, min(self.layout.pp, shape.generating + len(shape.chunks)))
-        part = _part(shape, parts)
+        part = micro_batch(shape, parts)
         each = [one.seconds(part) for one in self.stages]
         return max(sum(each) + self._sends(part.tokens), parts * max(each))
 
@@ -382,7 +382,7 @@ def _weights(trace: Trace) -> int:
     return sum(one.nbytes for number in trace.resident if (one := trace.storages[number]).role == PARAMETER)
 
 
-def _part(shape: StepShape, parts: int) -> StepShape:
+def micro_batch(shape: StepShape, parts: int) -> StepShape:
     """One of equal micro-batches of a round."""
     if parts == 1:
         return shape

@@ -150,7 +150,7 @@ def simulated(
     """Requests that come within `duration`, until all are answered; or until more than `most_waiting` wait. Without `share` prompts that
     begin alike compute it each for itself."""
     limits = scheduler.limits
-    if type(scheduler) is Scheduler and not ((load.prefix and share) or limits.prompts_first or limits.reserves):
+    if type(scheduler) is Scheduler and not (load.prefix and share):
         return CountedClock(load, scheduler.pages, limits, seconds, duration, most_waiting).run()
     return _ServingClock(load, scheduler, seconds, duration, most_waiting).run()
 
