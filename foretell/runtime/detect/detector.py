@@ -4,7 +4,7 @@
                                           │                          └─► the screen, log.jsonl
                                           └─► collectives/ranks.jsonl: what each rank took, for the report
 
-It never takes more than a four-hundredth of the time of one core: where many ranks make it slow, it looks less often. No torch.
+Steps and links take no more than a four-hundredth of the time of one core each: where many ranks make that slow, it looks less often. No torch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LOOK_SECONDS = 0.25
 LINKS_SECONDS = 5.0
 """Between two looks at what transfers took."""
 SHARE = 400
-"""Times as long as a look took, until the next one."""
+"""Times as long as a look took, until the next one; a look at links does not put off the one at steps."""
 WARM_UP_STEPS = 10
 HISTORY_SECONDS = 5.0
 """A row of the history covers at least that."""
@@ -128,7 +128,9 @@ class StragglerDetector:
         self.watch: StragglerWatch | None = None
         self.found: list[RankFinding] = []
         self._seen = 0
-        self._linked: tuple[float, StepTable | None] = (time.monotonic(), None)
+        self._linked: tuple[float, StepTable | None] = (time.monotonic() + LINKS_SECONDS, None)
+        self._link_cost = 0.0
+        """CPU seconds of the last look at links."""
         self._written = time.monotonic()
         self._windows: list[StepTable] = []
         self._stop = threading.Event()
@@ -156,10 +158,11 @@ class StragglerDetector:
             except Exception as error:  # nothing that is found is worth a run
                 self.tell(f"nobody looks for slow ranks any more: {type(error).__name__}: {str(error)[:200]}")
                 return
-            pause = max(LOOK_SECONDS, SHARE * (time.thread_time() - began))
+            pause = max(LOOK_SECONDS, SHARE * (time.thread_time() - began - self._link_cost))
 
     def look(self) -> None:
         """Read what is new and tell what follows."""
+        self._link_cost = 0.0
         rings = self._rings(read_steps)
         if len(rings) < self.world:
             return
@@ -185,13 +188,15 @@ class StragglerDetector:
     def _links(self, windows: Sequence[StepTable]) -> list[RankFinding]:
         """Slow links, every few seconds: collectives are many more rows than steps."""
         assert self.watch is not None
-        now, (since, before) = time.monotonic(), self._linked
+        now, (due, before) = time.monotonic(), self._linked
         whole = joined([*([before] if before is not None else []), *windows])
-        if now - since < LINKS_SECONDS:
-            self._linked = since, whole
+        if now < due:
+            self._linked = due, whole
             return []
-        self._linked = now, None
+        began = time.thread_time()
         found = [findings.of_link(link, self.watch.facts) for link in self.watch.transfers(self._rings(read_ring), whole)]
+        self._link_cost = time.thread_time() - began
+        self._linked = now + max(LINKS_SECONDS, SHARE * self._link_cost), None
         if found:
             self._asked = found[0]
             self.locate()
