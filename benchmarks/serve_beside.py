@@ -112,7 +112,8 @@ def main() -> None:
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.answer:
-        return answered()
+        answered()
+        return
     with tempfile.TemporaryDirectory() as folder:
         some = questions(asked.csv, Path(folder), asked.few)
         done = subprocess.run([asked.python, __file__, "--answer"], input=json.dumps(some), capture_output=True, text=True, check=True)
