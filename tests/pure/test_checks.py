@@ -48,10 +48,11 @@ def test_growing_memory_is_seen() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_draws_of_one_distribution_are_alike(seed: int) -> None:
+    """4096 values show a gap of 0.07. A shift of 0.4 in half of them is one of 0.15; one of 0.2 (0.08) is missed now and then."""
     random = torch.Generator().manual_seed(seed)
     a, b = (torch.nn.functional.relu(torch.randn(4096, generator=random)) for _ in range(2))
     assert checks.drawn_alike([raw_of(a)], [raw_of(b)]) is None
-    assert checks.drawn_alike([raw_of(a + 0.2 * (a > 0))], [raw_of(b)]) is not None
+    assert checks.drawn_alike([raw_of(a + 0.4 * (a > 0))], [raw_of(b)]) is not None
 
 
 def test_losses_that_part_are_seen() -> None:
