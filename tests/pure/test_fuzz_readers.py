@@ -49,6 +49,7 @@ from foretell.trace.store import file as trace_file
 from foretell.trace.store import traces as stored
 from tests.pure import mutations as spoil
 from tests.pure import reader_cases as more
+from tests.pure import reader_cases_serving as serving
 from tests.pure import report_sample as sample
 from tests.pure.checkpoint_cases import save, saved_in, some_tensors
 
@@ -161,6 +162,7 @@ def build_corpus(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(saved_in(at / "saved" / "checkpoints"), at / "one")
     (at / "comparison.json").write_text(json.dumps(comparison.of_folder(at / "run").to_json()))
     more.build(at, asked)
+    serving.build(at, asked)
     no_more_tracing(monkeypatch)
 
 
@@ -336,7 +338,7 @@ def forged_readers() -> Iterator[Reader]:
 
 
 READERS = [*plan_readers(), *run_readers(), *hardware_readers(), *other_readers(), cache_reader("answers"), cache_reader("traces")]
-READERS += [Reader(name=one.name, spoils=one.spoils, how=one.how, words=one.words, call=one.call) for one in more.CASES]
+READERS += [Reader(name=one.name, spoils=one.spoils, how=one.how, words=one.words, call=one.call) for one in (*more.CASES, *serving.CASES)]
 READERS += forged_readers() if CASES else ()
 
 
