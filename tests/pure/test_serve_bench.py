@@ -203,3 +203,10 @@ def test_bad_words_of_a_measurement_are_one_line(words: list[str], told: str, ca
 def test_no_server_of_this_kind_is_said() -> None:
     with fake() as server, pytest.raises(UserError, match="does not list models"):
         measured(BenchAsked(endpoint=endpoint_of(f"http://127.0.0.1:{server.port}/v2"), load=load_of("all=1,in=1,out=1"), timeout=1.0))
+
+
+def test_prompts_begin_alike_where_a_load_has_a_prefix() -> None:
+    with fake() as server:
+        measured(asked(server.port, "all=3, in=10, out=2, prefix=6"))
+        prompts = [body["prompt"] for body in server.asked if len(body["prompt"]) == 10]
+    assert len(prompts) == 3 and len({tuple(one[:6]) for one in prompts}) == 1 and len({tuple(one[6:]) for one in prompts}) == 3
