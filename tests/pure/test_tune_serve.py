@@ -134,10 +134,6 @@ def test_bad_words_are_one_line(
     assert told in said and said.count("\n") == 1 and not list(tmp_path.iterdir()), said
 
 
-def test_tune_alone_says_what_can_be_tuned(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tune"]) == 2 and "foretell tune serve" in capsys.readouterr().out
-
-
 @pytest.mark.slow(reason="four servers are started one after the other; the rest of the command is tried above from a table")
 def test_a_whole_run_measures_and_writes_a_plan_that_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = [word for name, value in SMALL.items() for word in ("--set", f"{name}={value}")]

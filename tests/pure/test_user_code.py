@@ -35,11 +35,11 @@ from tests.pure import report_sample as sample
 
 READS = {
     "zoo", "zoo query", "hardware", "run ckpt list", "run ckpt verify", "run ckpt show", "run ckpt convert", "compare", "report", "plan show",
-    "plan export", "doctor", "serve bench", "tune",
+    "plan export", "doctor", "serve bench",
 }  # fmt: skip
 RUNS = {
     "fit", "plan", "plan advise", "plan eject", "run", "run demo", "run box", "watch", "verify", "probe", "compare prove",
-    "compare diff", "zoo check", "zoo fuzz", "run supervise", "run chaos", "run ckpt merge", "serve", "tune serve",
+    "compare diff", "zoo check", "zoo fuzz", "run supervise", "run chaos", "run ckpt merge", "serve", "tune", "tune serve", "tune verify",
 }  # fmt: skip
 NEITHER = {"version"}
 EVIL = "import pathlib\npathlib.Path(__file__).with_name('canary').touch()\n"

@@ -287,7 +287,6 @@ class TrainingRun:
             if stop or self.bad is not None:
                 break
             self._due()
-        self.growth.close()
         self._note(self.clock.read(all=True))
         self.control.finish()
         return self.step < settings.steps and self.bad is None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -54,21 +55,27 @@ class GrowthWatch:
     """Of one job. Registering a parameter calls a hook of PyTorch's; whether parameters are frozen is looked at after every step."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.touched = job, False
+        self.job = job
         self.found: ModelChange | None = None
         self.shapes = {name: tuple(p.shape) for name, p in job.named_parameters()}
         self.trained = {name: p.requires_grad for name, p in job.named_parameters()}
         self._parameters, self._flags = [p for _, p in job.named_parameters()], list(self.trained.values())
-        self._handles = [register(self._touch) for register in (hooks.register_module_parameter_registration_hook,
-                                                                hooks.register_module_module_registration_hook)]  # fmt: skip
+        touched: list[bool] = []
+        self._touched = touched
+        for register in (hooks.register_module_parameter_registration_hook, hooks.register_module_module_registration_hook):
+            # it holds nothing of the run: whose steps fail lets go of its process groups, or the other ranks would wait for it
+            weakref.finalize(self, register(lambda *_: touched.append(True)).remove)
 
-    def _touch(self, *_: Any) -> None:
-        self.touched = True
+    @property
+    def touched(self) -> bool:
+        """Whether anything was registered, in this model or another, since it was looked at."""
+        return bool(self._touched)
 
     def changed(self) -> bool:
         """Whether the model is another than it was when the run began."""
         if self.found is None and (self.touched or [p.requires_grad for p in self._parameters] != self._flags):
-            self.touched, self.found = False, self._compared()
+            self._touched.clear()
+            self.found = self._compared()
         return self.found is not None
 
     def _compared(self) -> ModelChange | None:
@@ -79,10 +86,6 @@ class GrowthWatch:
         frozen = tuple(name for name in turned if self.trained[name])
         thawed = tuple(name for name in turned if not self.trained[name])
         return ModelChange(new=new, gone=gone, frozen=frozen, thawed=thawed) if new or gone or turned else None
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
 
 
 def settings_of(plan: Plan, model: nn.Module) -> dict[str, Any]:
@@ -127,6 +130,10 @@ def told(run: TrainingRun) -> str:
         saved = f"the checkpoint of step {run.step} has all of it" if not run.settings.no_save else "nothing was saved"
         remedy = "; ".join(filter(None, [why, saved, _remedy(heard[0][1])]))
         raise RunFailed(f"the model has changed by step {run.step}, and the plan and the optimizer are of what it was ({words})", remedy)
+    if run.step >= run.settings.steps:
+        if run.ranks.is_first:
+            run.screen.say(f"the model changed in the last steps ({words}): what is new was not trained")
+        return ""
     if run.ranks.is_first:
         launch.tell_launcher({launch.GROWN: {"settings": heard[0][1], "words": words}})
     return SIGNAL
