@@ -5,12 +5,12 @@ It is read from what `foretell serve MODEL --on HW --engine vllm --json` prints.
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from foretell.decode import json_of
 from foretell.errors import UserError
 from foretell.export.types import Exported
 from foretell.plan.text import plain
@@ -47,7 +47,7 @@ class ServingPlan(NamedTuple):
 def holds(path: Path) -> bool:
     """Whether a file is a forecast of serving and no plan."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json_of(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     return isinstance(data, dict) and isinstance(data.get("forecast"), dict) and "step_tokens" in data["forecast"]
@@ -56,9 +56,9 @@ def holds(path: Path) -> bool:
 def read(path: Path) -> ServingPlan:
     """The forecast of a file."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))["forecast"]
+        data = json_of(path.read_text(encoding="utf-8"))["forecast"]
         made = ServingPlan(**{name: _KINDS[name](data[name]) for name in ServingPlan._fields})
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise UserError(f"{path} is no forecast of another engine: {plain(str(error))[:120]}", REMEDY) from error
     if min(made.tp, made.running, made.step_tokens, made.pages, made.page_tokens) < 1 or not 0 < made.memory_share <= 1:
         raise UserError(f"{path} has counts below one", REMEDY)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gzip
 import json
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -56,7 +57,7 @@ def spoiled(value: Any, rng: random.Random) -> Any:
 def _other(value: Any, rng: random.Random) -> Any:
     """A strange value, or the same one bent: negative, huge, cut, of another type."""
     if isinstance(value, int | float) and not isinstance(value, bool) and rng.random() < 0.4:
-        return rng.choice((-value, value * 1e9, value * 0, value + 0.5, str(value), int(value) * 10**20))
+        return rng.choice((-value, value * 1e9, value * 0, value + 0.5, str(value), int(value) * 10**20 if math.isfinite(value) else 0))
     if isinstance(value, str) and value and rng.random() < 0.3:
         return rng.choice((value[: len(value) // 2], value * 50, value.upper(), f" {value}", [value]))
     return rng.choice(STRANGE)

@@ -24,7 +24,7 @@ from tests.pure.test_report_serving import BENCH, SEARCH, TUNE
 
 QUESTION = {"model": "tiny"}
 FORECAST = {"forecast": {
-    "model": "hf:a", "device": "H100", "engine": "vllm", "weights": "bf16", "memory_share": 0.9, "tp": 1, "running": 8, "step_tokens": 512,
+    "model": "hf:acme/tiny", "device": "H100", "engine": "vllm", "weights": "bf16", "memory_share": 0.9, "tp": 1, "running": 8, "step_tokens": 512,
     "longest": 900, "pages": 60, "page_tokens": 16, "weights_bytes": 1000,
 }}  # fmt: skip
 BODY = {"prompt": "Once", "max_tokens": 4, "n": 2, "temperature": 0.5, "stop": ["x"], "logprobs": 2, "stream": True,
@@ -39,11 +39,13 @@ def build(at: Path, plan: Plan) -> None:
         (at / f"{name}.json").write_text(json.dumps(content))
     record = at / "record"
     record.mkdir()
-    (record / "serve.json").write_text(json.dumps({"model": "tiny", "pages": 60, "page_tokens": 16}))
-    step = {"seconds": 0.01, "ones": 2, "attended": 40, "chunks": [[0, 8]], "running": 2, "waiting": 1}
+    (record / "serve.json").write_text(json.dumps({"serve": {
+        "model": "tiny", "device": "cpu", "dtype": "float32", "pages": 60, "page_tokens": 16, "step_tokens": 512, "running": 8, "tp": 1, "pp": 1,
+    }}))
+    step = {"seconds": 0.01, "generating": 2, "attended": 40, "chunks": [[0, 8]], "samples": 2, "running": 2, "waiting": 1}
     steps = [{**step, "at": 0.1 * n, "pages": n} for n in range(12)]
     (record / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
-    row = {"came": 0.1, "prompt": 8, "wanted": 4, "output": 4, "first": 0.2, "last": 0.5, "ended": "length"}
+    row = {"at": 0.1, "in": 8, "out": 4, "first": 0.2, "last": 0.5, "ended": "length"}
     (record / "requests.jsonl").write_text(3 * (json.dumps(row) + "\n"))
     table = TuneTable(at / "table.jsonl", QUESTION)
     table.add_law({"a": 1.0})

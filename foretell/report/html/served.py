@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -109,7 +108,7 @@ def read(path: Path) -> ServedSubject:
         return _plan(path, found) if not key else readers[key](path, found[key])
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}", "give what foretell wrote") from error
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         raise FileFormatError(f"{path} is no file of serving that foretell wrote ({error!r:.80})", "write it again") from error
 
 
@@ -172,7 +171,7 @@ def _rows(path: Path) -> Iterable[dict[str, Any]]:
     lines = path.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines):
         try:
-            yield json.loads(line)
+            yield json_of(line)
         except ValueError:
             if number + 1 < len(lines):
                 raise

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from foretell.decode import json_of
 from foretell.errors import FileFormatError, UserError
 from foretell.plan.types import ServeLayout
 from foretell.search.serving.settings import ServeFigures, key_of
@@ -75,7 +76,7 @@ class TuneTable:
             raise UserError(f"{self.path} cannot be read: {error}", "another --table") from error
         for number, line in enumerate(lines, 1):
             try:
-                row = json.loads(line)
+                row = json_of(line)
                 if row["question"] != self.digest:
                     continue
                 if "law" in row:
@@ -85,7 +86,7 @@ class TuneTable:
                     kept = {name: row[name] for name in ("settings", "failed", "start_seconds", "busy", "date")}
                     self.rows[_key(row["settings"])] = MeasuredSettings(figures=figures, **kept)
                     self.resumed += 1
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
                 if number == len(lines):
                     continue  # cut off as it was written
                 raise FileFormatError(f"{self.path}, line {number}, is no row of measured settings", "another --table, or delete it") from error

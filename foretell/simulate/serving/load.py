@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 import random
 import re
@@ -18,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from foretell.decode import json_of
 from foretell.errors import UserError
 
 SECONDS = 60.0
@@ -203,14 +203,14 @@ def _recorded(path: Path) -> Load:
         raise UserError(f"{path} cannot be read: {error}", EXAMPLE) from error
     try:
         lines = [line for line in text.splitlines() if line.strip()]
-        rows = [json.loads(line) for line in lines] if path.suffix == ".jsonl" else list(csv.DictReader(lines))
+        rows = [json_of(line) for line in lines] if path.suffix == ".jsonl" else list(csv.DictReader(lines))
     except (ValueError, csv.Error) as error:
         raise UserError(f"{path} is no {path.suffix[1:]}: {error}", EXAMPLE) from error
     found: list[Request] = []
     for number, row in enumerate(rows, 1):
         try:
             one = Request(float(row["time"]), int(row["in"]), int(row["out"]))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UserError(f"{path}, row {number}: {row!r:.80} has no time, in and out", EXAMPLE) from error
         if not (0 <= one.at < 1e12) or one.prompt < LEAST or one.output < LEAST:
             raise UserError(f"{path}, row {number}: time {one.at}, {one.prompt} tokens in, {one.output} out", "times from 0, at least one token each")
