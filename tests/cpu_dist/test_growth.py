@@ -14,6 +14,7 @@ from torch.nn.modules import module as hooks
 
 from foretell.plan import file as plans
 from foretell.plan.types import Mesh, Plan
+from foretell.runtime.process import launch
 from foretell.runtime.train.faults.growth import GrowthWatch, settings_of
 from tests import forks
 from tests.cpu_dist.test_supervise import rows
@@ -54,12 +55,13 @@ def loss(output, batch): return (output - batch["x"].sum(-1, keepdim=True)).squa
 SAYS = "\ndef grown(model): return {'layers': len(model.layers), 'frozen': not model.layers[0].gain.requires_grad}\n"
 STEPS = 120
 """It is noticed within half a second of steps."""
-MORE, FREEZE = "self.layers.append(Layer())", "self.layers.requires_grad_(False)"
+MORE, FREEZE, THAW = "self.layers.append(Layer())", "self.layers.requires_grad_(False)", "self.layers.requires_grad_(True)"
 
 
-def started(folder: Path, text: str, mesh: Mesh, *words: str, steps: int = STEPS) -> tuple[int, str, str]:
+def started(folder: Path, text: str, mesh: Mesh, *words: str, steps: int = STEPS, **overrides: Any) -> tuple[int, str, str]:
     (folder / "mine.py").write_text(text)
-    plan = Plan(model={"model": str(folder / "mine.py")}, hardware="CPU" if mesh.world == 1 else f"{mesh.world}x1xCPU", micro_batch=2, accumulate=2,
+    model = {"model": str(folder / "mine.py"), "overrides": overrides}
+    plan = Plan(model=model, hardware="CPU" if mesh.world == 1 else f"{mesh.world}x1xCPU", micro_batch=2, accumulate=2,
                 precision="fp32", mesh=mesh)  # fmt: skip
     plans.write(plan, folder / "plan.json")
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -93,8 +95,8 @@ def test_it_is_traced_and_planned_again_and_goes_on(mesh: Mesh, ranks: Any, tmp_
 
 
 def test_without_a_new_plan_the_run_ends_and_says_what_would(tmp_path: Path) -> None:
-    status, _, said = started(tmp_path, GROWS.replace("CHANGE", FREEZE) + SAYS, Mesh())
-    assert status == 1 and "3 frozen: layers.0.gain" in said and "--set layers=1 --set frozen=True" in said and "--replan" in said, said
+    status, _, said = started(tmp_path, GROWS.replace("CHANGE", THAW) + SAYS, Mesh(), frozen=True)
+    assert status == 1 and "3 no longer frozen: layers.0.gain" in said and "--set layers=1 --set frozen=False" in said and "--replan" in said, said
     assert said.strip().count("\n") <= 3 and "Traceback" not in said
 
 
@@ -114,13 +116,24 @@ class Held:
         return self.model.named_parameters()
 
 
-def test_other_models_and_values_are_no_growth() -> None:
+@pytest.mark.slow(reason="flags of one model are looked at below")
+def test_a_model_that_freezes_what_was_trained_goes_on(tmp_path: Path) -> None:
+    status, told, said = started(tmp_path, GROWS.replace("CHANGE", FREEZE), Mesh())
+    assert status == 0 and f"done after step {STEPS}" in told, said
+
+
+def test_other_models_and_values_are_no_growth(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     watch = GrowthWatch(Held(model))  # type: ignore[arg-type]
     nn.Linear(3, 3)
     with torch.no_grad():
         model[0].weight.add_(1)
     assert watch.touched and not watch.changed() and not watch.touched
+    model[1].weight.requires_grad_(False)
+    assert not watch.changed() and not watch.changed(), "it rests"
+    model[1].weight.requires_grad_(True)
+    assert not watch.changed(), "and is trained again"
+    monkeypatch.setenv(launch.REPLANS, "1")
     model[1].weight.requires_grad_(False)
     assert watch.changed() and watch.found is not None and watch.found.frozen == ("1.weight",)
     del watch

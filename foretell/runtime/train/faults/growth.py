@@ -73,7 +73,8 @@ class GrowthWatch:
 
     def changed(self) -> bool:
         """Whether the model is another than it was when the run began."""
-        if self.found is None and (self.touched or [p.requires_grad for p in self._parameters] != self._flags):
+        if self.found is None and (self.touched or (flags := [p.requires_grad for p in self._parameters]) != self._flags):
+            self._flags = self._flags if self.touched else flags  # models that take turns freeze in every other step: looked at once each
             self._touched.clear()
             self.found = self._compared()
         return self.found is not None
@@ -83,9 +84,10 @@ class GrowthWatch:
         new = {name: shape for name, (shape, _) in now.items() if self.shapes.get(name) != shape}
         turned = [name for name, (_, trained) in now.items() if name not in new and self.trained[name] != trained]
         gone = tuple(name for name in self.shapes if name not in now)
-        frozen = tuple(name for name in turned if self.trained[name])
+        # what the optimizer has may rest for a while, and a plan without it is only smaller; what it has not would never be trained
+        frozen = tuple(name for name in turned if self.trained[name]) if os.environ.get(launch.REPLANS) else ()
         thawed = tuple(name for name in turned if not self.trained[name])
-        return ModelChange(new=new, gone=gone, frozen=frozen, thawed=thawed) if new or gone or turned else None
+        return ModelChange(new=new, gone=gone, frozen=frozen, thawed=thawed) if new or gone or frozen or thawed else None
 
 
 def settings_of(plan: Plan, model: nn.Module) -> dict[str, Any]:
