@@ -477,6 +477,7 @@ def _assumptions(recipe: Recipe, cluster: Cluster, expandable: bool, release: st
     how += ", channels last" if recipe.channels_last else ""
     lines = [f"{how}, {precision}, {recipe.optimizer}, recompute {recipe.recompute}, {_count(recipe.accumulate, 'micro-batch')} a step"]
     lines[0] += f", loss in {recipe.loss_chunks} chunks" if recipe.loss_chunks > 1 else ""
+    lines[0] += f", {', '.join(recipe.kernels)} by foretell's kernels" if recipe.kernels else ""
     lines += [f"AdamW's moments in {recipe.state_format}, which changes the maths within bounds"] if recipe.state_format != "fp32" else []
     if recipe.mode == "infer":
         lines = [f"{how}, inference, one forward, {precision}"]

@@ -127,6 +127,21 @@ def loss_chunks(plan: Plan) -> Found:
         yield "loss_chunks", f"is {plan.loss_chunks} and kernels.loss is {plan.kernels['loss']}", "1, or no kernel for the loss"
 
 
+def kernels(plan: Plan) -> Found:
+    """Kernels that the runtime knows, on layers that a rank has whole."""
+    for op, kernel in plan.kernels.items():
+        if op == "loss" and kernel == "compiled":
+            continue
+        if kernel != OWN_KERNEL:
+            yield f"kernels['{op}']", f"'{kernel}' is not known", f"{OWN_KERNEL}, or leave it out"
+        elif op not in KERNELS:
+            yield f"kernels['{op}']", "there is no such kernel", ", ".join(KERNELS)
+        for axis in ("tp", "cp", "ep"):
+            if kernel == OWN_KERNEL and getattr(plan.mesh, axis) > 1:
+                problem = f"is {kernel} and mesh.{axis} is {getattr(plan.mesh, axis)}: how layers are split was never checked with it"
+                yield f"kernels['{op}']", problem, f"no kernels, or {axis} 1"
+
+
 def sync(plan: Plan) -> Found:
     """Replicas that step alone: each one process, or some that share its parameters."""
     how = plan.sync

@@ -85,6 +85,10 @@ class Step:
             prepare_weights(self.model, recipe.precision, recipe.adapters, recipe.base)
         elif recipe.precision in _SHARDED:
             prepare_precision(self.model, recipe.precision)
+        if recipe.kernels:
+            from foretell.kernels.apply import apply
+
+            apply(self.model, recipe.kernels)
         for name, parameter in self.model.named_parameters():
             if recipe.mode == "infer" or any(name.startswith(prefix) for prefix in recipe.freeze):
                 parameter.requires_grad_(False)
