@@ -17,15 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretell.kernels.kernel import (
-    Shape,
-    ShapeBucket,
-    TrainingKernel,
-    define,
-    differentiate,
-    in_float32_under_autocast,
-    wider,
-)
+from foretell.kernels.kernel import Shape, TrainingKernel, define, differentiate, in_float32_under_autocast, wider
+from foretell.kernels.rows import BUCKETS, DECLARED, DTYPES, drawn, each_row, like, shape_of
 
 # ---------------------------------------------------------------- in plain torch
 
@@ -56,7 +49,7 @@ def _plain_backward(
     dx = scale * (wide - unit * (wide * unit).mean(-1, keepdim=True))
     if dsum is not None:
         dx = dx + dsum.to(dx.dtype)
-    dweight = (up * unit).flatten(0, -2).sum(0).to(x.dtype) if wants_weight else x.new_empty(0)
+    dweight = (up * unit).flatten(0, -2).sum(0).to(weight.dtype) if wants_weight and weight is not None else x.new_empty(0)
     return dx.to(x.dtype).contiguous(), dweight
 
 
@@ -74,36 +67,28 @@ def _add_plain_backward(
 # ---------------------------------------------------------------- ops
 
 
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[:-1].numel(), dtype=wider(x.dtype))
-
-
-def _fake_backward(x: Tensor, wants_weight: bool) -> tuple[Tensor, Tensor]:
-    return _like(x), x.new_empty(x.shape[-1] if wants_weight else 0)
+def _fake_backward(x: Tensor, weight: Tensor | None, wants_weight: bool) -> tuple[Tensor, Tensor]:
+    return like(x), (x if weight is None else weight).new_empty(x.shape[-1] if wants_weight else 0)
 
 
 _rms_norm = define(
     "rms_norm", "(Tensor x, Tensor? weight, float eps, float offset) -> (Tensor, Tensor)", plain=_plain, triton="norm.rms_norm",
-    fake=lambda x, weight, eps, offset: (_like(x), _rows(x)),
+    fake=lambda x, weight, eps, offset: (like(x), each_row(x)),
 )  # fmt: skip
 _rms_norm_backward = define(
     "rms_norm_backward", "(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, float offset, bool wants_weight) -> (Tensor, Tensor)",
     plain=_plain_backward, triton="norm.rms_norm_backward",
-    fake=lambda dy, x, weight, rstd, offset, wants_weight: _fake_backward(x, wants_weight),
+    fake=lambda dy, x, weight, rstd, offset, wants_weight: _fake_backward(x, weight, wants_weight),
 )  # fmt: skip
 _add_rms_norm = define(
     "add_rms_norm", "(Tensor x, Tensor residual, Tensor? weight, float eps, float offset) -> (Tensor, Tensor, Tensor)", plain=_add_plain,
-    triton="norm.add_rms_norm", fake=lambda x, residual, weight, eps, offset: (_like(x), _like(x), _rows(x)),
+    triton="norm.add_rms_norm", fake=lambda x, residual, weight, eps, offset: (like(x), like(x), each_row(x)),
 )  # fmt: skip
 _add_rms_norm_backward = define(
     "add_rms_norm_backward",
     "(Tensor dy, Tensor dsum, Tensor sum, Tensor? weight, Tensor rstd, float offset, bool wants_weight) -> (Tensor, Tensor)",
     plain=_add_plain_backward, triton="norm.add_rms_norm_backward",
-    fake=lambda dy, dsum, total, weight, rstd, offset, wants_weight: _fake_backward(total, wants_weight),
+    fake=lambda dy, dsum, total, weight, rstd, offset, wants_weight: _fake_backward(total, weight, wants_weight),
 )  # fmt: skip
 
 
@@ -160,28 +145,13 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float,
 
 # ---------------------------------------------------------------- where they serve
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-DECLARED = ({"rows": 16384, "width": 4096}, {"rows": 16384, "width": 8192})
-BUCKETS = (
-    ShapeBucket(name="to 1024", limits={"width": (1, 1024)}, config={"warps": 2, "backward_warps": 4, "per_sm": 8}),
-    ShapeBucket(name="to 4096", limits={"width": (1025, 4096)}, config={"warps": 4, "backward_warps": 8, "per_sm": 3}),
-    ShapeBucket(name="to 8192", limits={"width": (4097, 8192)}, config={"warps": 8, "backward_warps": 16, "per_sm": 2}),
-    ShapeBucket(name="to 16384", limits={"width": (8193, 16384)}, config={"warps": 16, "backward_warps": 32, "per_sm": 1}),
-)
-
-
-def shape_of(x: Tensor, *_: Any) -> Shape:
-    return {"rows": x.shape[:-1].numel(), "width": x.shape[-1]}
-
 
 def draw(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-    x = torch.randn(shape["rows"], shape["width"], dtype=dtype, device=device)
-    return x, 1 + 0.1 * torch.randn(shape["width"], dtype=dtype, device=device), 1e-5
+    return drawn(shape, dtype, device), 1 + 0.1 * torch.randn(shape["width"], dtype=dtype, device=device), 1e-5
 
 
 def add_draw(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-    x, weight, eps = draw(shape, dtype, device)
-    return x, torch.randn_like(x), weight, eps
+    return drawn(shape, dtype, device), *draw(shape, dtype, device)
 
 
 RMS_NORM = TrainingKernel(
