@@ -1,6 +1,6 @@
 """GPU kernels, a file for each op.
 
-    kernel.py        what a training kernel is: reference, shapes it serves, bytes, and its ops `foretell::NAME`
+    kernel.py        what a training kernel is: reference, shapes it serves, bytes, and its ops `foretell_kernels::NAME`
     measured.toml    what it was measured to be worth, and where it is on; `measured.py` reads it
     catalog.py       all of them by name
     apply.py         puts them into a model, and takes them out again; `match.py` finds the modules they can stand for

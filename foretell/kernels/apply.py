@@ -10,12 +10,14 @@ that FSDP2 and torch.compile see the same model. Copies have the kernels too; a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from types import MethodType
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from foretell.errors import UserError
 from foretell.kernels import catalog, match, measured
@@ -61,10 +63,11 @@ class Applied:
         return "\n".join(lines) or "no module has a kernel"
 
 
-def apply(model: nn.Module, names: Iterable[str] | None = None, *, anywhere: bool = False) -> Applied:
+def apply(model: nn.Module, names: Iterable[str] | None = None, *, anywhere: bool = False, emulated: bool = False) -> Applied:
     """Swap the forwards of the modules the named kernels can stand for; without names, of kernels that are on by default.
 
-    `anywhere` takes every shape, and a CPU, where the op runs its reference: for trials.
+    `anywhere` takes every shape, and a CPU, where the op runs its reference: for trials. `emulated` takes a CPU's tensors, real or fake,
+    for those of a GPU: for traces.
     """
     if not isinstance(model, nn.Module):
         raise UserError(f"kernels go into a torch module, and this is a {type(model).__name__}", "give the model itself")
@@ -73,19 +76,22 @@ def apply(model: nn.Module, names: Iterable[str] | None = None, *, anywhere: boo
     left: list[KernelLeft] = []
     put: list[tuple[nn.Module, MethodType]] = []
     for path, module in model.named_modules():
-        said = _swapped(module, asked, anywhere)
+        with outside_modes():
+            said = _swapped(module, asked, anywhere)
         if isinstance(said, str):
             left.append(KernelLeft(module=path or "the model", why=said))
         elif said is not None:
-            forward, found = said
+            gate, found = said
+            with outside_modes():
+                forward = MethodType(found.forward(replace(gate, emulated=emulated)), module)
             module.forward = forward
             put.append((module, forward))
             swapped.append(KernelSwap(module=path or "the model", kernel=found.kernel, how=found.how))
     return Applied(swapped=tuple(swapped), left=tuple(left), modules=tuple(put))
 
 
-def _swapped(module: nn.Module, asked: dict[str, TrainingKernel] | None, anywhere: bool) -> tuple[MethodType, match.KernelMatch] | str | None:
-    """The forward to be put in, why the module is left, or nothing."""
+def _swapped(module: nn.Module, asked: dict[str, TrainingKernel] | None, anywhere: bool) -> tuple[KernelGate, match.KernelMatch] | str | None:
+    """The gate and what is behind it, why the module is left, or nothing."""
     for finder in match.FINDERS:
         found = finder(module)
         if found is None:
@@ -99,8 +105,15 @@ def _swapped(module: nn.Module, asked: dict[str, TrainingKernel] | None, anywher
         gate = _gate(found, module, asked is not None, anywhere)
         if isinstance(gate, str):
             return gate
-        return MethodType(found.forward(gate), module), found
+        return gate, found
     return None
+
+
+@contextlib.contextmanager
+def outside_modes() -> Iterator[None]:
+    """Real tensors, whatever mode is around, such as that of a trace."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
 def _gate(found: match.KernelMatch, module: nn.Module, named: bool, anywhere: bool) -> KernelGate | str:

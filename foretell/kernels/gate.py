@@ -26,15 +26,20 @@ class KernelGate:
     devices: tuple[str, ...] = ("cuda",)
     cast: bool = False
     """Whether CUDA's autocast casts the module's op to float32, as it does the kernel's."""
+    emulated: bool = False
+    """Tensors of a CPU are taken for those of a GPU: a trace."""
 
     def takes(self, *tensors: Tensor | None) -> bool:
         """`tensors`: the call's, as the kernel's `shape_of` takes them; the first decides on format and device."""
         first = tensors[0]
-        if first is None or first.device.type not in self.devices:
+        if first is None:
+            return False
+        kind = "cuda" if self.emulated else first.device.type
+        if kind not in self.devices:
             return False
         dtype = first.dtype
         if torch.is_autocast_enabled(first.device.type):
-            if first.device.type == "cuda" and self.cast:
+            if kind == "cuda" and self.cast:
                 dtype = torch.float32
             elif dtype != torch.float32:
                 return False

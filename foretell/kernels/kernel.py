@@ -1,7 +1,7 @@
 """A training kernel: what it computes, which shapes it serves, and the ops it is registered as.
 
-    define(NAME, schema, plain=..., triton="file.function", fake=...)      foretell::NAME, on CUDA by Triton, on a CPU in plain torch
-    differentiate(NAME, context, gradient)                                 its gradient, by foretell::NAME_backward
+    define(NAME, schema, plain=..., triton="file.function", fake=...)      foretell_kernels::NAME, on CUDA by Triton, on a CPU in plain torch
+    differentiate(NAME, context, gradient)                                 its gradient, by foretell_kernels::NAME_backward
     TrainingKernel(...)                                                    what `apply`, benchmarks and the planner read
 
 A schema is functional unless its name ends in `_`. What an op saves for its backward, and every launch, is written in its file.
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-NAMESPACE = "foretell"
+NAMESPACE = "foretell_kernels"
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -73,7 +73,7 @@ class TrainingKernel:
 
 
 def define(name: str, schema: str, *, plain: Callable[..., Any], triton: str, fake: Callable[..., Any]) -> Any:
-    """The op `foretell::NAME`; `schema` is what follows the name, `triton` a function of `kernels/device`, as "file.function"."""
+    """The op `foretell_kernels::NAME`; `schema` is what follows the name, `triton` a function of `kernels/device`, as "file.function"."""
 
     def launch(*args: Any) -> Any:
         return launched(triton)(*args)
@@ -98,8 +98,13 @@ def differentiate(name: str, context: Callable[..., None], gradient: Callable[..
     torch.library.register_autograd(f"{NAMESPACE}::{name}_backward", second, lib=LIBRARY)
 
 
+IN_FLOAT32: list[Any] = []
+"""Ops whose inputs CUDA's autocast casts."""
+
+
 def in_float32_under_autocast(name: str) -> None:
     """As CUDA's autocast does for the op this one stands for; its CPU one leaves the op's inputs as they are."""
+    IN_FLOAT32.append(getattr(getattr(torch.ops, NAMESPACE), name).default)
     torch.library.register_autocast(f"{NAMESPACE}::{name}", "cuda", torch.float32, lib=LIBRARY)
 
 

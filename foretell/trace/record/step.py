@@ -88,7 +88,7 @@ class Step:
         if recipe.kernels:
             from foretell.kernels.apply import apply
 
-            apply(self.model, recipe.kernels)
+            apply(self.model, recipe.kernels, emulated=True)
         for name, parameter in self.model.named_parameters():
             if recipe.mode == "infer" or any(name.startswith(prefix) for prefix in recipe.freeze):
                 parameter.requires_grad_(False)
