@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-NAMESPACE = "foretell_kernels"
+from foretell.kernels.names import NAMESPACE
+
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 HALVES = (torch.bfloat16, torch.float16)
 

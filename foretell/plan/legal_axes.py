@@ -6,10 +6,11 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Sequence
 
+from foretell.kernels.names import KERNELS
 from foretell.plan import blocks as stack
 from foretell.plan import paths
 from foretell.plan.states import streamed, tiers
-from foretell.plan.types import AWAY, CODED_FORMATS, FLOAT8, FP16, MASTER, REST, SYNC_FORMATS, Plan, Split
+from foretell.plan.types import AWAY, CODED_FORMATS, FLOAT8, FP16, MASTER, OWN_KERNEL, REST, SYNC_FORMATS, Plan, Split
 from foretell.trace.recipe import BASE_FORMATS, coded_problems
 
 Found = Iterator[tuple[str, str, str]]

@@ -45,6 +45,7 @@ BLOCKS = {"hf": "model.layers"}
 FULL, SELECTIVE = Residency(mode="recompute"), Residency(mode="selective")
 BOTH = {"accumulate": 2, "clip": 0.1}
 HOST = {"blocks.*": "host"}
+OWN = {"rms_norm": "foretell"}
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,12 @@ CASES = [
          slow="chunks are with shards, with replicas and with bf16 beside it"),
     case("chunks, compiled, bf16", "short gpt", Mesh(), precision="bf16", accumulate=2, compile="blocks", loss_chunks=3),
     case("chunks, hf, replicas", "hf", Mesh(dp_replicate=2), accumulate=2, loss_chunks=3, recompute={"*": SELECTIVE}),
+    # foretell's own kernels, whose ops run in plain torch on a CPU
+    case("kernels, shards, compiled", "short llama", Mesh(dp_shard=2), **BOTH, kernels=OWN, compile="blocks"),
+    case("kernels, pipeline, mixed", "short llama", Mesh(pp=2), schedule="1f1b", cuts=(1,), precision="bf16-mixed", kernels=OWN,
+         recompute={"*": FULL}, accumulate=2),
+    case("kernels, replicas, chunks, bf16", "hf", Mesh(dp_replicate=2), precision="bf16", accumulate=2, kernels=OWN, loss_chunks=3,
+         recompute={"*": SELECTIVE}),
     # tensor
     case("tensor", "short gpt", Mesh(tp=4), clip=0.1, slow="two ranks of it with replicas, shards and a pipeline below"),
     case("tensor, shards", "gpt", Mesh(dp_shard=2, tp=2), **BOTH, recompute={"*": FULL}, slow="with a pipeline below"),

@@ -28,7 +28,7 @@ from foretell.plan.blocks import expand, stages_of
 from foretell.plan.facts import Facts
 from foretell.plan.legal import check
 from foretell.plan.precision import MIXED, computes_in
-from foretell.plan.recipe import refuse_other_model
+from foretell.plan.recipe import own_kernels, refuse_other_model
 from foretell.plan.types import AWAY, MASTER, Mesh, Plan, Residency
 from foretell.runtime.parallel import shard
 from foretell.runtime.parallel.adapted import put_on
@@ -44,14 +44,7 @@ from foretell.trace.chunked.deferred import aside
 from foretell.trace.fold.blocks import find_blocks
 from foretell.trace.fold.recompute import plainly
 from foretell.trace.moments.optimizer import names_of_tables
-from foretell.trace.record.step import (
-    Batch,
-    Workload,
-    build_optimizer,
-    cast_floats,
-    in_chunks,
-    prepare_precision,
-)
+from foretell.trace.record.step import Batch, Workload, build_optimizer, cast_floats, in_chunks, prepare_precision
 
 if TYPE_CHECKING:
     from foretell.checkpoint.peft_files import AdapterFile
@@ -344,6 +337,10 @@ def apply(
     tables = names_of_tables(model) if plan.coded else ()
     if plan.precision == "bf16" and plan.adapters is None:
         prepare_precision(model, "bf16")
+    if names := own_kernels(plan):
+        from foretell.kernels.apply import apply as put_kernels
+
+        put_kernels(model, names, emulated=ranks.device.type != "cuda")  # a CPU runs what they stand for, in plain torch
     if plan.offloads:
         from foretell.runtime.offload.attach import place_rest
 
