@@ -164,7 +164,7 @@ def constraints(options: PlanOptions) -> SearchConstraints:
         micro_batch=options.micro_batch, margin=options.margin, tokens=options.tokens, deadline_seconds=options.deadline, budget=options.budget,
         hbm=options.hbm, host=options.host, disk=options.disk or 0, state_format=options.state_format, fixed=options.fixed,
         described=options.described, adapters=trained["adapters"], base=dict(trained["base"]), may_adapt="adapters" in (options.may or ()),
-        loss_chunks=options.loss_chunks, kernels=options.kernels,
+        loss_chunks=options.loss_chunks, kernels=options.kernels or (),
         may_code="int8" in (options.may or ()), sync=sync_of(vars(options)), may_part="sync" in (options.may or ()),
     )  # fmt: skip
 

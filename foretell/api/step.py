@@ -24,7 +24,7 @@ from foretell.hardware.prices import user_figures
 from foretell.options import FitOptions
 from foretell.options.adapters import adapters_of
 from foretell.options.describe import named
-from foretell.options.kernels import kernels_of, unmeasured
+from foretell.options.kernels import kernels_of, kernels_told
 from foretell.options.sync import sync_of
 from foretell.options.words import MAX
 from foretell.plan.facts import too_old_to_compile
@@ -429,6 +429,7 @@ def _predict(
         rounds=cost.rounds.to_json() if cost.rounds is not None else {},
         assumptions=(
             *_assumptions(recipe, cluster, expandable_segments, of(trace.meta), bool(own)), *cluster.notes, *notes, *found.notes, *said(local),
+            *kernels_told(local.meta.get("kernels", {}), cluster, COMPUTES[recipe.precision]),
         ),
         versions=store.versions(),
     )  # fmt: skip
@@ -479,8 +480,6 @@ def _assumptions(recipe: Recipe, cluster: Cluster, expandable: bool, release: st
     how += ", channels last" if recipe.channels_last else ""
     lines = [f"{how}, {precision}, {recipe.optimizer}, recompute {recipe.recompute}, {_count(recipe.accumulate, 'micro-batch')} a step"]
     lines[0] += f", loss in {recipe.loss_chunks} chunks" if recipe.loss_chunks > 1 else ""
-    lines[0] += f", {', '.join(recipe.kernels)} by foretell's kernels" if recipe.kernels else ""
-    lines += unmeasured(recipe.kernels, cluster, COMPUTES[recipe.precision])
     lines += [f"AdamW's moments in {recipe.state_format}, which changes the maths within bounds"] if recipe.state_format != "fp32" else []
     if recipe.mode == "infer":
         lines = [f"{how}, inference, one forward, {precision}"]

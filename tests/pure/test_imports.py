@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "foretell"
 
 ROOMS = (
-    "errors", "units", "files", "decode", "cores", "notebook", "quantities", "zoo", "kernels", "trace", "hardware", "options", "plan", "lower", "price",
-    "simulate",
+    "errors", "units", "files", "decode", "cores", "notebook", "quantities", "zoo", "kernels", "trace", "hardware", "options", "plan", "lower",
+    "price", "simulate",
     "checkpoint", "runtime", "search", "prove", "tune", "serve", "report", "eject", "export", "observe", "api", "cli",
 )  # fmt: skip
 """Top to bottom: a room imports itself and rooms before it."""

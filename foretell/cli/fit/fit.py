@@ -333,7 +333,7 @@ def check_step(model: str, on: str, options: dict[str, Any]) -> None:
     of_source = ("overrides", "micro_batch", "seq", "image", "loss")
     check_source(Source(model=model, **{name: options[name] for name in of_source if options[name] is not None}))
     if not on.strip().casefold().startswith("auto"):  # only torch knows this machine
-        kernels_of(options.get("kernels") or (), parse(on), "")
+        kernels_of(options.get("kernels"), parse(on), "")
     of_recipe = ("optimizer", "recompute", "accumulate", "clip", "freeze", "loss_chunks")
     given = {name: options[name] for name in of_recipe if name in options} | {"mode": "infer" if options.get("infer") else "train"}
     given |= adapters_of(options)

@@ -335,12 +335,7 @@ def apply(
     base = put_on(model, plan, start) if plan.adapters is not None and not adapted else ""
     shapes = {name: (tuple(p.shape), p.dtype) for name, p in model.named_parameters() if p.requires_grad} if plan.adapters is not None else {}
     tables = names_of_tables(model) if plan.coded else ()
-    if plan.precision == "bf16" and plan.adapters is None:
-        prepare_precision(model, "bf16")
-    if names := own_kernels(plan):
-        from foretell.kernels.apply import apply as put_kernels
-
-        put_kernels(model, names, emulated=ranks.device.type != "cuda")  # a CPU runs what they stand for, in plain torch
+    _prepare(model, plan, ranks.device)
     if plan.offloads:
         from foretell.runtime.offload.attach import place_rest
 
@@ -403,6 +398,16 @@ def apply(
             shard.shard(part, blocks, plan, ranks, held_experts)
     return Job(plan, ranks, runner, place, learning_rate=learning_rate, split=split, away=away, scratch=scratch, base=base,
                tables=tables, shapes=shapes)  # fmt: skip
+
+
+def _prepare(model: nn.Module, plan: Plan, device: torch.device) -> None:
+    """Weights in the plan's format, and its kernels in the model's forwards: a CPU runs what they stand for, in plain torch."""
+    if plan.precision == "bf16" and plan.adapters is None:
+        prepare_precision(model, "bf16")
+    if names := own_kernels(plan):
+        from foretell.kernels.apply import apply as put_kernels
+
+        put_kernels(model, names, emulated=device.type != "cuda")
 
 
 def _in_chunks(workload: Workload, plan: Plan) -> Callable[[Workload], Tensor] | None:
@@ -482,8 +487,8 @@ def _outer(plan: Plan, parameters: list[nn.Parameter], ranks: Ranks) -> Outer:
         from foretell.runtime.parallel.sync.peer import joined
 
         return Outer(sync, parameters, 1, lambda elements: joined(replica, elements, sync))
-    exchange, format = GroupExchange(ranks.group("dp_replicate"), ranks.size("dp_replicate"), ranks.coordinate("dp_replicate")), plan.sync.format
-    return Outer(plan.sync, parameters, exchange.replicas, lambda elements: Mean(exchange, elements, format, ranks.device))
+    exchange = GroupExchange(ranks.group("dp_replicate"), ranks.size("dp_replicate"), ranks.coordinate("dp_replicate"))
+    return Outer(sync, parameters, exchange.replicas, lambda elements: Mean(exchange, elements, sync.format, ranks.device))
 
 
 def _optimizer(plan: Plan, parameters: list[nn.Parameter], whole: Sequence[Tensor]) -> torch.optim.Optimizer:
