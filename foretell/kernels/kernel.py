@@ -88,6 +88,22 @@ def define(name: str, schema: str, *, plain: Callable[..., Any], triton: str, fa
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
+def define_in_place(
+    name: str, schema: str, *, plain: Callable[..., Any], triton: str, fake: Callable[..., Any], changes: tuple[int, ...]
+) -> Any:
+    """An op that changes arguments, those at `changes`: autograd sees that they are others now."""
+    op = define(name, schema, plain=plain, triton=triton, fake=fake)
+
+    def mark(keys: Any, *args: Any) -> Any:
+        for place in changes:
+            torch.autograd.graph.increment_version(args[place])
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return op.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *args)
+
+    LIBRARY.impl(name, mark, "ADInplaceOrView", with_keyset=True)
+    return op
+
+
 def differentiate(name: str, context: Callable[..., None], gradient: Callable[..., Any]) -> None:
     """The gradient of an op; that of its `NAME_backward` is none, and says so."""
     torch.library.register_autograd(f"{NAMESPACE}::{name}", gradient, setup_context=context, lib=LIBRARY)
