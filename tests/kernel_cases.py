@@ -40,14 +40,9 @@ def drawn(kernel: TrainingKernel, shape: Mapping[str, int], dtype: torch.dtype, 
     return list(kernel.draw(shape, dtype, device))
 
 
-def learned(kernel: TrainingKernel, arguments: list[Any]) -> list[int]:
-    """Places of the arguments that get gradients: angles get none."""
-    return [place for place, one in enumerate(arguments) if isinstance(one, Tensor) and not (kernel.name == "rotary" and place > 1)]
-
-
 def results(function: Any, kernel: TrainingKernel, arguments: list[Any], dtype: torch.dtype, wanted: list[int] | None = None) -> list[Tensor]:
     """Outputs and gradients of a call in some format; the gradients that come from outside are rounded to the arguments' own."""
-    places = learned(kernel, arguments) if wanted is None else wanted
+    places = kernel.learned(arguments) if wanted is None else wanted
     own = next(one.dtype for one in arguments if isinstance(one, Tensor))
     # A clone keeps strides where it can; a view is drawn anew from a base of its own.
     given = [one.detach().to(dtype) if isinstance(one, Tensor) else one for one in arguments]
@@ -96,7 +91,7 @@ def cases(kernel: TrainingKernel, dtype: torch.dtype, device: torch.device = CPU
         given[0] = given[0] + 50
         yield "far from zero", given
     given = drawn(kernel, first, dtype, device)
-    yield "of other strides", [one.transpose(0, -1).contiguous().transpose(0, -1) if place in learned(kernel, given) and one.dim() > 1 else one
+    yield "of other strides", [one.transpose(0, -1).contiguous().transpose(0, -1) if place in kernel.learned(given) and one.dim() > 1 else one
                                for place, one in enumerate(given)]  # fmt: skip
     wide = drawn(kernel, {**first, "width": 2 * first["width"]}, dtype, device)
     half = first["width"]

@@ -103,7 +103,7 @@ ROTARY = TrainingKernel(
         ShapeBucket(name="many tokens", limits={"tokens": (MANY, 1 << 40), **_WIDTHS}, config=_CONFIG),
         ShapeBucket(name="few tokens", limits={"tokens": (0, MANY - 1), **_WIDTHS}, config=_CONFIG),
     ),
-    dtypes=DTYPES, draw=draw,
+    dtypes=DTYPES, draw=draw, no_gradient=(2, 3),
     measured_at=tuple({"tokens": tokens, "heads": heads, "kv_heads": kv_heads, "width": width}
                       for tokens, heads, kv_heads, width in ((16384, 32, 8, 128), (MANY, 32, 8, 128), (16384, 32, 8, 64))),
     floor_bytes=lambda shape, size: 4 * shape["tokens"] * (shape["heads"] + shape["kv_heads"]) * shape["width"] * size,

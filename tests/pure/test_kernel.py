@@ -19,7 +19,7 @@ from foretell.kernels import catalog
 from foretell.kernels.gated import gated
 from foretell.kernels.rms_norm import rms_norm
 from foretell.kernels.rows import as_rows, has_rows
-from tests.kernel_cases import CPU, MINE, Seen, cases, drawn, error, learned, results, shapes_of, worst
+from tests.kernel_cases import CPU, MINE, Seen, cases, drawn, error, results, shapes_of, worst
 
 ROOT = Path(__file__).resolve().parents[2]
 with_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -64,7 +64,7 @@ def test_ops_are_what_torch_asks_of_ops(name: str) -> None:
     for op, arguments in seen.calls:
         torch.library.opcheck(op, arguments)
         if "backward" not in op.name():
-            some = tuple(one.requires_grad_() if place in learned(kernel, list(arguments)) else one for place, one in enumerate(arguments))
+            some = tuple(one.requires_grad_() if place in kernel.learned(arguments) else one for place, one in enumerate(arguments))
             torch.library.opcheck(op, some)
 
 
@@ -76,7 +76,7 @@ def test_the_op_that_writes_over_its_arguments_says_so() -> None:
 def test_each_gradient_alone_is_as_with_the_others(name: str) -> None:
     kernel = catalog.find(name)
     given = drawn(kernel, shapes_of(kernel)[0], torch.float32)
-    places = learned(kernel, given)
+    places = kernel.learned(given)
     together = results(kernel.call, kernel, given, torch.float32)[-len(places) :]
     for place, wanted in zip(places, together, strict=True):
         assert torch.equal(results(kernel.call, kernel, given, torch.float32, [place])[-1], wanted)
@@ -119,7 +119,7 @@ def test_what_is_moved_and_kept_is_what_is_stated(name: str) -> None:
     assert moved == kernel.floor_bytes(shape, 2)
     kept: list[Tensor] = []
     ours = {one.data_ptr() for one in given if isinstance(one, Tensor)}
-    places = learned(kernel, given)
+    places = kernel.learned(given)
     some = [one.requires_grad_() if place in places else one for place, one in enumerate(given)]
     with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
         made = kernel.call(*some)
