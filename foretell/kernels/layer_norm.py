@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foretell.kernels.kernel import Shape, TrainingKernel, define, differentiate, in_float32_under_autocast, wider
-from foretell.kernels.rows import BUCKETS, DECLARED, DTYPES, drawn, each_row, like, shape_of
+from foretell.kernels.rows import DECLARED, DTYPES, buckets, drawn, each_row, like, shape_of
 
 # ---------------------------------------------------------------- in plain torch
 
@@ -157,13 +157,30 @@ def add_draw(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[An
     return drawn(shape, dtype, device), *draw(shape, dtype, device)
 
 
+# Warps of forward and backward, rows of a forward program, backward programs of a multiprocessor, whether the next row is asked for ahead,
+# whether the weight stays in registers: what fits the 65,536 registers of sm_90 with the most bytes under way.
+_CONFIGS = (
+    {"warps": 2, "each": 1, "backward_warps": 4, "per_sm": 7, "ahead": 1, "hold": 1},
+    {"warps": 4, "each": 1, "backward_warps": 8, "per_sm": 3, "ahead": 1, "hold": 1},
+    {"warps": 4, "each": 1, "backward_warps": 8, "per_sm": 2, "ahead": 1, "hold": 1},
+    {"warps": 8, "each": 1, "backward_warps": 16, "per_sm": 1, "ahead": 1, "hold": 1},
+    {"warps": 16, "each": 1, "backward_warps": 32, "per_sm": 1, "ahead": 0, "hold": 0},
+)
+_ADD_CONFIGS = (
+    {"warps": 2, "each": 1, "backward_warps": 4, "per_sm": 6, "ahead": 1, "hold": 1},
+    {"warps": 4, "each": 1, "backward_warps": 8, "per_sm": 3, "ahead": 1, "hold": 1},
+    {"warps": 4, "each": 1, "backward_warps": 8, "per_sm": 2, "ahead": 0, "hold": 0},
+    {"warps": 8, "each": 1, "backward_warps": 16, "per_sm": 1, "ahead": 0, "hold": 0},
+    {"warps": 16, "each": 1, "backward_warps": 32, "per_sm": 1, "ahead": 0, "hold": 0},
+)
+
 LAYER_NORM = TrainingKernel(
-    name="layer_norm", says="LayerNorm, forward and backward", reference=reference, call=layer_norm, shape_of=shape_of, buckets=BUCKETS,
+    name="layer_norm", says="LayerNorm, forward and backward", reference=reference, call=layer_norm, shape_of=shape_of, buckets=buckets(*_CONFIGS),
     dtypes=DTYPES, measured_at=DECLARED, draw=draw, floor_bytes=lambda shape, size: 5 * shape["rows"] * shape["width"] * size,
     saved_bytes=lambda shape, size: 8 * shape["rows"],
 )  # fmt: skip
 ADD_LAYER_NORM = TrainingKernel(
     name="add_layer_norm", says="residual add and LayerNorm, forward and backward", reference=add_reference, call=add_layer_norm,
-    shape_of=shape_of, buckets=BUCKETS, dtypes=DTYPES, measured_at=DECLARED, draw=add_draw,
+    shape_of=shape_of, buckets=buckets(*_ADD_CONFIGS), dtypes=DTYPES, measured_at=DECLARED, draw=add_draw,
     floor_bytes=lambda shape, size: 8 * shape["rows"] * shape["width"] * size, saved_bytes=lambda shape, size: 8 * shape["rows"],
 )  # fmt: skip

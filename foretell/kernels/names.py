@@ -15,9 +15,12 @@ from typing import Any
 
 NAMESPACE = "foretell_kernels"
 """Of their ops in torch, and so of their names in a trace."""
-KERNELS = ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm")
-PARTS_PER_SM = ((1024, 8), (2048, 4), (4096, 3), (8192, 2), (1 << 30, 1))
-"""Of a norm's backward: widths up to so many, and the rows of float32 for each multiprocessor that a weight's gradient is added up in."""
+KERNELS = ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "swiglu", "geglu", "geglu_tanh", "rotary")
+OF_OP = {"gated": "swiglu"}
+"""Ops of another name than their kernel's: one for all activations of a gate."""
+PARTS_PER_SM = ((1024, 8), (4096, 4), (1 << 30, 2))
+"""Of a norm's backward: widths up to so many, and the rows of float32 for each multiprocessor, at most, that a weight's gradient is added
+up in."""
 FILE = Path(__file__).with_name("measured.toml")
 ENOUGH = 1.0
 """Speedup over the best baseline from which a kernel is on."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from foretell.hardware.types import Device
-from foretell.kernels.names import NAMESPACE, efficiency
+from foretell.kernels.names import NAMESPACE, OF_OP, efficiency
 from foretell.price.bands import OWN
 from foretell.price.clocks import Clocks, slowdowns
 from foretell.price.energy import PowerModel
@@ -81,7 +81,8 @@ def own_seconds(shape: Shape, device: Device) -> float | None:
     """Of one of foretell's kernels that was measured on a device: its bytes at the share of the bandwidth that it was seen to reach."""
     if not shape.name.startswith(f"{NAMESPACE}."):
         return None
-    kernel = short(shape.name).removesuffix("_backward")
+    name = short(shape.name).removesuffix("_").removesuffix("_backward")
+    kernel = OF_OP.get(name, name)
     specs = [*shape.inputs, *shape.outputs]
     share = efficiency(kernel, device.name, shape.inputs[0].dtype, shape.inputs[0].numel)
     return None if share is None else sum(spec.nbytes for spec in specs) / (device.memory_bandwidth_bytes_per_second * share)

@@ -66,13 +66,13 @@ def test_what_is_kept_for_backward_is_as_many_bytes_as_the_kernel_says() -> None
             assert op.outputs[1].spec.nbytes == catalog.find("rms_norm").saved_bytes({"rows": rows, "width": SMALL["dim"]}, 2) == 4 * rows
 
 
-def test_scratch_of_a_backward_is_what_its_launch_asks_for() -> None:
-    """The rule knows widths; how many programs a multiprocessor gets is the kernels' own choice."""
+def test_scratch_of_a_backward_is_no_less_than_its_launch_asks_for() -> None:
+    """The rule knows the most for a width; how many programs a multiprocessor gets is the kernels' own choice."""
     for name in ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"):
         for bucket in catalog.find(name).buckets:
             least, most = bucket.limits["width"]
             for width in (least, most):
-                assert bucket.config["per_sm"] == next(each for limit, each in PARTS_PER_SM if width <= limit)
+                assert bucket.config["per_sm"] <= next(each for limit, each in PARTS_PER_SM if width <= limit)
     backward = next(op for op in norms(traced(precision="fp32", kernels=("rms_norm",)), (FORWARD, BACKWARD)) if op.name == BACKWARD)
     assert scratch(backward, (9, 0)) == (2 * SMALL["context"] * SMALL["dim"] * 4,)  # fewer rows than programs
 

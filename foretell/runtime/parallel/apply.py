@@ -405,7 +405,7 @@ def _prepare(model: nn.Module, plan: Plan, device: torch.device) -> None:
     if plan.precision == "bf16" and plan.adapters is None:
         prepare_precision(model, "bf16")
     if names := own_kernels(plan):
-        from foretell.kernels.apply import apply as put_kernels
+        from foretell.kernels.swap.apply import apply as put_kernels
 
         put_kernels(model, names, emulated=device.type != "cuda")
 

@@ -88,7 +88,7 @@ class Step:
         elif recipe.precision in _SHARDED:
             prepare_precision(self.model, recipe.precision)
         if recipe.kernels:
-            from foretell.kernels.apply import apply
+            from foretell.kernels.swap.apply import apply
 
             put = apply(self.model, recipe.kernels, emulated=True).swapped
             self.kernels = {name: sum(one.kernel == name for one in put) for name in recipe.kernels}
