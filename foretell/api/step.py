@@ -429,7 +429,7 @@ def _predict(
         rounds=cost.rounds.to_json() if cost.rounds is not None else {},
         assumptions=(
             *_assumptions(recipe, cluster, expandable_segments, of(trace.meta), bool(own)), *cluster.notes, *notes, *found.notes, *said(local),
-            *kernels_told(local.meta.get("kernels", {}), cluster, COMPUTES[recipe.precision]),
+            *kernels_told(local.meta, cluster, COMPUTES[recipe.precision]),
         ),
         versions=store.versions(),
     )  # fmt: skip

@@ -41,8 +41,9 @@ def kernels_of(asked: tuple[str, ...] | None, cluster: Cluster, dtype: str) -> t
     return tuple(name for name in KERNELS if name in asked or (every and all(name in some for some in every)))
 
 
-def kernels_told(found: Mapping[str, int], cluster: Cluster, dtype: str) -> list[str]:
+def kernels_told(about: Mapping[str, Any], cluster: Cluster, dtype: str) -> list[str]:
     """Lines on kernels: of how many modules they do the work, and whose speed is not known there."""
+    found: Mapping[str, int] = about.get("kernels", {})
     if not found:
         return []
     told = [f"{name} of {count} modules" if count else f"{name} of no module" for name, count in found.items()]

@@ -434,11 +434,8 @@ def _split(runner: Runner, found: Prepared | None) -> TensorParallel | None:
     if isinstance(runner, Piped):
         for stage in runner.stages.stages.values():
             stage.gather = tensor.gathered
-    places: dict[str, Any] = {}
-    for part in runner.parts:
-        applied = tensor.apply(part, found.derived, found.team)
-        places.update(applied.places)
-    return replace(applied, places=places)
+    applied = [tensor.apply(part, found.derived, found.team) for part in runner.parts]
+    return replace(applied[-1], places={path: place for one in applied for path, place in one.places.items()})
 
 
 def placed(batch: Batch, *, device: torch.device, precision: str) -> Batch:
