@@ -323,6 +323,7 @@ def check_step(model: str, on: str, options: dict[str, Any]) -> None:
     """The same of the model, its batch, how it is trained and where."""
     from foretell.hardware import parse
     from foretell.options.adapters import adapters_of
+    from foretell.options.kernels import kernels_of
     from foretell.options.sync import sync_of
     from foretell.plan.precision import read
     from foretell.trace.load.model import Source
@@ -332,7 +333,7 @@ def check_step(model: str, on: str, options: dict[str, Any]) -> None:
     of_source = ("overrides", "micro_batch", "seq", "image", "loss")
     check_source(Source(model=model, **{name: options[name] for name in of_source if options[name] is not None}))
     if not on.strip().casefold().startswith("auto"):  # only torch knows this machine
-        parse(on)
+        kernels_of(options.get("kernels"), parse(on), "")
     of_recipe = ("optimizer", "recompute", "accumulate", "clip", "freeze", "loss_chunks")
     given = {name: options[name] for name in of_recipe if name in options} | {"mode": "infer" if options.get("infer") else "train"}
     given |= adapters_of(options)

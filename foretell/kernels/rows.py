@@ -1,0 +1,59 @@
+"""What kernels over rows share: a call has so many rows of so many elements, and a row is held in registers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretell.kernels.kernel import Shape, ShapeBucket, wider
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MANY = 2048
+"""Rows from which a call is long enough to be worth the CPU's time for it; those of fewer are a bucket apart."""
+WIDTHS = (1024, 2048, 4096, 8192, 16384)
+"""Elements of a row at most, of each bucket."""
+
+
+def buckets(*configs: Mapping[str, int], widths: tuple[int, ...] = WIDTHS) -> tuple[ShapeBucket, ...]:
+    """One for each width, twice."""
+    least = (1, *(one + 1 for one in widths))
+    return tuple(
+        ShapeBucket(name=f"width to {most}, {name}", limits={"rows": rows, "width": (least[place], most)}, config=config)
+        for place, (most, config) in enumerate(zip(widths, configs, strict=True))
+        for name, rows in (("many rows", (MANY, 1 << 40)), ("few rows", (0, MANY - 1)))
+    )
+
+
+DECLARED = tuple({"rows": rows, "width": width} for rows in (16384, MANY) for width in (4096, 8192, 1024, 2048, 16384))
+
+
+def shape_of(x: Tensor, *_: Any) -> Shape:
+    return {"rows": x.shape[:-1].numel(), "width": x.shape[-1]}
+
+
+def drawn(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(shape["rows"], shape["width"], dtype=dtype, device=device)
+
+
+def like(x: Tensor) -> Tensor:
+    """What a kernel writes for x: of its shape, contiguous."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def each_row(x: Tensor) -> Tensor:
+    """A number of a row, in the format a kernel computes in."""
+    return x.new_empty(x.shape[:-1].numel(), dtype=wider(x.dtype))
+
+
+def has_rows(x: Tensor) -> bool:
+    """Whether its rows of elements side by side are as far apart as any two: so are the halves of a tensor, and contiguous ones."""
+    strides, shape = x.stride(), x.shape
+    return x.dim() > 0 and strides[-1] == 1 and all(strides[at] == strides[at + 1] * shape[at + 1] for at in range(x.dim() - 2))
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """(rows, width): of its memory where it has rows, else of a copy."""
+    return x.view(-1, x.shape[-1]) if has_rows(x) else x.reshape(-1, x.shape[-1]).contiguous()
