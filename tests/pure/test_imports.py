@@ -54,9 +54,9 @@ CALLED = ("import_module", "__import__")
 LOOKED_AT = (ast.Import, ast.ImportFrom, ast.Call, ast.If, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def parsed(source: str) -> list[ast.AST]:
-    """What rules look at, read once for all. Inside expressions only a call that imports is, and such a file has its name."""
+    """What rules look at. Inside expressions only a call that imports is, and such a file has its name."""
     tree = ast.parse(source)
     nodes = ast.walk(tree) if any(name in source for name in CALLED) else statements(tree)
     return [node for node in nodes if isinstance(node, LOOKED_AT)]
@@ -154,13 +154,20 @@ def _lazy_lines(nodes: list[ast.AST]) -> set[int]:
     return lines
 
 
-def test_rooms_import_only_rooms_above_them() -> None:
+@functools.cache
+def complaints() -> tuple[list[str], list[str]]:
+    """What imports against the order and what is too long, each file read once: trees that are kept slow down collections of garbage."""
     assert files(), f"no Python files under {PACKAGE}"
-    found = [
-        line
-        for path in files()
-        for line in violations(path.read_text(encoding="utf-8"), module_of(path), package=path.name == "__init__.py")
-    ]
+    against, long = [], []
+    for path in files():
+        source = path.read_text(encoding="utf-8")
+        against += violations(source, module_of(path), package=path.name == "__init__.py")
+        long += too_long(source, module_of(path))
+    return against, long
+
+
+def test_rooms_import_only_rooms_above_them() -> None:
+    found, _ = complaints()
     assert not found, "\n" + "\n".join(found)
 
 
@@ -305,7 +312,7 @@ def too_long(source: str, name: str) -> list[str]:
 
 
 def test_files_and_functions_are_short() -> None:
-    found = [line for path in files() for line in too_long(path.read_text(encoding="utf-8"), module_of(path))]
+    _, found = complaints()
     assert not found, "\n" + "\n".join(found)
 
 
