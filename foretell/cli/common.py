@@ -245,8 +245,9 @@ def _as_user_error(error: Exception) -> UserError | None:
 
 
 def runs_code_of(file: str) -> None:
-    """Say whose code is about to run."""
-    emit(f"runs code of {file}", sys.stderr)
+    """Say whose code is about to run. A file that is not there has none."""
+    if os.path.isfile(file):
+        emit(f"runs code of {file}", sys.stderr)
 
 
 def call(work: Callable[[], Result], doing: str) -> Result:

@@ -57,10 +57,23 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
     return PLAN.with_(model={"model": str(path)}, mesh=Mesh(dp_shard=2), accumulate=1)
 
 
+class Kept(Quiet):
+    """What a rank says, in a file: one that is stuck in a collective says why, and its process is ended."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def say(self, text: str) -> None:
+        super().say(text)
+        with self.path.open("a") as stream:
+            stream.write(text + "\n")
+
+
 def _run(rank: int, world: int, out: str, plan: Plan, fault: str, steps: int) -> list[str]:
     torch.set_num_threads(1)
     os.environ.update({"FAULT": fault, HANG_VARIABLE: "2"})
-    screen = Quiet()
+    screen = Kept(Path(f"{out}.rank{rank}"))
     try:
         run(plan, {"steps": steps, "lr": 1e-3, "no_save": True}, screen=screen, out=Path(out), device="cpu")
     finally:
@@ -92,8 +105,9 @@ def test_a_slow_rank_is_named_in_the_run_and_in_its_log(ranks: Any, tmp_path: Pa
 def test_ranks_that_call_different_collectives_are_named_with_both(ranks: Any, tmp_path: Path, plan: Plan) -> None:
     with pytest.raises(RankFailure) as failed:
         ranks(2).run(_run, str(tmp_path / "run"), plan, "1:6:desync", 50)
-    said = str(failed.value)
-    assert "the ranks are desynchronised: at collective " in said and " of dp_shard rank 0 called all_gather" in said, said
+    told = (tmp_path / "run.rank0").read_text()  # it speaks for all: said before its process is ended, or raised as that of rank 1 is
+    said = f"{failed.value}\n" + "\n".join(line for line in told.splitlines() if line.startswith("error: "))
+    assert "the ranks are desynchronised: at collective " in said and " of dp_shard rank 0 called all_gather" in said, (said, told)
     assert "rank 1 called all_reduce (float32, 12 B)" in said and "foretell has a bug" not in said
     found = hangs.read_hang(positions_of(read_all(tmp_path / "run")))
     assert found is not None and found.kind == hangs.DESYNC and set(found.culprits) == {0, 1}  # the same, from what is left of it
