@@ -16,6 +16,8 @@ from tests import forks, kept_traces
 
 TESTS = Path(__file__).parent
 CACHE = "FORETELL_CACHE"
+SELDOM = 150_000
+"""Objects more before garbage is looked for: after each file all of it goes."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,6 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[CACHE] = folder.name
         os.environ[kept_traces.NAME] = folder.name
     if worker is not None:
+        forks.collect_seldom(SELDOM)
         forks.install()
     elif getattr(config.option, "numprocesses", None):
         forks.serve_forks()
@@ -62,7 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Modules and tests stay to the end: collections of garbage need not look at them time and again."""
-    forks.collect_seldom()
+    forks.collect_seldom(SELDOM)
     _set_aside()
 
 

@@ -66,9 +66,10 @@ _base: list[str] = []
 """Import paths without those of requests."""
 
 
-def collect_seldom() -> None:
-    """In this process and those that are forked from it. Nothing here lives long enough to fill the memory with garbage."""
-    gc.set_threshold(50_000, 20, 50)
+def collect_seldom(objects: int = 50_000) -> None:
+    """In this process and those that are forked from it, when there are so many more objects. Nothing here lives long enough to fill
+    the memory with garbage."""
+    gc.set_threshold(objects, 20, 50)
 
 
 def serve_forks() -> None:
@@ -219,7 +220,9 @@ def main() -> None:
         gc.freeze()
         _fork_server_of_ranks(doors[RANKS])
         install()
-        launch.subprocess = child.subprocess = standby.subprocess = SimpleNamespace(  # type: ignore[assignment]
+        from foretell.runtime.infer import pipeline as infer
+
+        launch.subprocess = child.subprocess = standby.subprocess = infer.subprocess = SimpleNamespace(  # type: ignore[assignment]
             **{**vars(subprocess), "Popen": _Forking}
         )
         _serve_commands(_door(doors[COMMANDS]))
@@ -319,9 +322,10 @@ def _forked(connection: socket.socket) -> int:
 
 _PROGRAMS = {
     "foretell": "",
+    "foretell.runtime.infer.worker": "from foretell.runtime.infer.worker import main\nmain()",
     standby.__name__: f"import runpy\nfrom {standby.__name__} import main\nmain()\nrunpy.run_module('foretell', run_name='__main__', alter_sys=True)",
 }
-"""What may be forked: modules that `foretell` starts, and what they do where they are not foretell itself."""
+"""What may be forked: modules that foretell starts, and what they do where they are not foretell itself."""
 
 
 class _Forking(subprocess.Popen):  # type: ignore[type-arg]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import threading
@@ -28,6 +27,7 @@ from foretell.runtime.process.progress import Progress
 from foretell.runtime.train.run import run
 from tests.cpu_dist.train_cases import PLAN, Quiet, write_own
 
+WAIT = timedelta(seconds=60)
 FAULTS = """
 import time
 import torch.distributed as dist
@@ -114,21 +114,36 @@ def test_ranks_that_call_different_collectives_are_named_with_both(ranks: Any, t
 
 
 def _tags(rank: int, world: int, out: str) -> list[Any]:
-    """Rank 0 sends under one tag and rank 1 receives under another: both are in it, and nobody comes out."""
+    """Rank 0 sends under one tag and rank 1 receives under another: both are in it, and nobody comes out before both have been asked."""
     control = Control(members.start(PLAN.with_(mesh=Mesh(dp_shard=2)), device="cpu"))
     Path(out).mkdir(exist_ok=True)
     made = recorder.CollectiveRecorder(control.ranks, Progress(), Path(out), session="one")
+    asked: list[Any] = []
+    told = Path(out, "told")
+
+    def ask() -> None:
+        while not made.position().blocked:
+            time.sleep(0.05)
+        time.sleep(1.0)
+        asked.append(made.position().to_json())
+        told.touch()
+
     with recorder.recording(made):
         dist.all_reduce(torch.zeros(5))
-        work = dist.isend(torch.zeros(4), 1, tag=1) if rank == 0 else dist.irecv(torch.zeros(4), 0, tag=2)
-        asked: list[Any] = []
-        if rank == 1:
-            threading.Timer(1.5, lambda: asked.append(made.position().to_json())).start()
-            with contextlib.suppress(RuntimeError):
-                work.wait(timedelta(seconds=2))
-        else:
-            time.sleep(1.5)
+        if rank == 0:
+            sent = dist.isend(torch.zeros(4), 1, tag=1)
+            while not told.exists():
+                time.sleep(0.05)
             asked.append(made.position().to_json())
+            dist.isend(torch.zeros(4), 1, tag=2).wait(WAIT)
+            sent.wait(WAIT)
+        else:
+            received = dist.irecv(torch.zeros(4), 0, tag=2)
+            thread = threading.Thread(target=ask)
+            thread.start()
+            received.wait(WAIT)
+            thread.join()
+            dist.irecv(torch.zeros(4), 0, tag=1).wait(WAIT)
     members.stop()
     return asked[0]
 

@@ -84,7 +84,7 @@ FULL = pytest.mark.slow(reason="further families, and a hundred prompts of each"
 @pytest.mark.parametrize(
     ("name", "layout", "count"),
     [
-        ("llama", "tp2 pp2", 10), ("qwen3", "pp2", 10), ("mixtral", "tp2 pp2", 10), pytest.param("gpt2", "tp2", 10, marks=FULL),
+        ("llama", "tp2 pp2", 10), ("mixtral", "tp2 pp2", 10), *(pytest.param(*one, 10, marks=FULL) for one in (("gpt2", "tp2"), ("qwen3", "pp2"))),
         *(pytest.param(name, layout, 100, marks=FULL) for name in QUICK for layout in LAYOUTS),
     ],
 )  # fmt: skip

@@ -54,9 +54,9 @@ CALLED = ("import_module", "__import__")
 LOOKED_AT = (ast.Import, ast.ImportFrom, ast.Call, ast.If, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def parsed(source: str) -> list[ast.AST]:
-    """What rules look at, read once for all. Inside expressions only a call that imports is, and such a file has its name."""
+    """What rules look at. Inside expressions only a call that imports is, and such a file has its name."""
     tree = ast.parse(source)
     nodes = ast.walk(tree) if any(name in source for name in CALLED) else statements(tree)
     return [node for node in nodes if isinstance(node, LOOKED_AT)]
@@ -154,13 +154,20 @@ def _lazy_lines(nodes: list[ast.AST]) -> set[int]:
     return lines
 
 
-def test_rooms_import_only_rooms_above_them() -> None:
+@functools.cache
+def complaints() -> tuple[list[str], list[str]]:
+    """What imports against the order and what is too long, each file read once: trees that are kept slow down collections of garbage."""
     assert files(), f"no Python files under {PACKAGE}"
-    found = [
-        line
-        for path in files()
-        for line in violations(path.read_text(encoding="utf-8"), module_of(path), package=path.name == "__init__.py")
-    ]
+    against, long = [], []
+    for path in files():
+        source = path.read_text(encoding="utf-8")
+        against += violations(source, module_of(path), package=path.name == "__init__.py")
+        long += too_long(source, module_of(path))
+    return against, long
+
+
+def test_rooms_import_only_rooms_above_them() -> None:
+    found, _ = complaints()
     assert not found, "\n" + "\n".join(found)
 
 
@@ -226,17 +233,19 @@ ONE_BY_ONE = """
 import json, os, sys, numpy
 left = sys.argv[1:]
 while left:
-    module = left.pop()
     said, saying = os.pipe()
     if os.fork() == 0:
         os.close(said)
-        try:
-            __import__(module)
-            wrong = "it imports torch" if "torch" in sys.modules else ""
-        except BaseException as error:
-            wrong = f"{type(error).__name__}: {error}"
-        found = {name: "" for name in left if name in sys.modules} if not wrong else {}
-        os.write(saying, json.dumps({**found, module: wrong}).encode())
+        found = {}
+        for module in left:
+            try:
+                __import__(module)
+                found[module] = "it imports torch" if "torch" in sys.modules else ""
+            except BaseException as error:
+                found[module] = f"{type(error).__name__}: {error}"
+            if found[module]:
+                break
+        os.write(saying, json.dumps(found).encode())
         os._exit(0)
     os.close(saying)
     with open(said) as stream:
@@ -245,8 +254,8 @@ while left:
     left = [name for name in left if name not in found]
     print(json.dumps(found), flush=True)
 """
-"""Imports each module in a process that is forked from one that has done no more than begin and import numpy. What a module
-imports without torch need not be asked again: which of them is first is no matter, as no files import each other (test_house.py)."""
+"""Imports module after module, and the next in a process of its own where one was wrong: each is forked from one that has done no
+more than begin and import numpy. What others have imported before is no matter, as no files import each other (test_house.py)."""
 
 
 def said_by(modules: list[str], *folders: Path) -> dict[str, str]:
@@ -285,8 +294,8 @@ def test_a_planted_torch_import_is_found(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("")
     (tmp_path / "planted.py").write_text("import torch")
     (tmp_path / "broken.py").write_text("1 / 0")
-    found = said_by(["planted", "broken", "foretell.errors"], tmp_path)
-    assert found == {"planted": "it imports torch", "broken": "ZeroDivisionError: division by zero", "foretell.errors": ""}
+    found = said_by(["foretell.units", "planted", "broken", "foretell.errors"], tmp_path)
+    assert found == {"foretell.units": "", "planted": "it imports torch", "broken": "ZeroDivisionError: division by zero", "foretell.errors": ""}
 
 
 # ---------------------------------------------------------------- short files, short functions
@@ -305,7 +314,7 @@ def too_long(source: str, name: str) -> list[str]:
 
 
 def test_files_and_functions_are_short() -> None:
-    found = [line for path in files() for line in too_long(path.read_text(encoding="utf-8"), module_of(path))]
+    _, found = complaints()
     assert not found, "\n" + "\n".join(found)
 
 

@@ -113,16 +113,18 @@ def rehearse(plan: Plan, script: BoxScript, free: BoxScript, asked: BoxRequest, 
     device = members.device_of(asked.device)
     inside = opened(script, device, asked.rank, plan.mesh.world) if plan.mesh.world > 1 else nullcontext()
     with inside as box, _scratch(plan, asked) as scratch:
-        began = time.monotonic()
+        began, aside = time.monotonic(), False
         try:
             say("building the model")
             steps = BoxSteps(plan, asked, box, scratch, say)
+            aside = measure.set_aside()
             return _measured(steps, free, time.monotonic() - began)
         except torch.OutOfMemoryError as error:
             first = str(error).splitlines()[0]
             raise RunFailed(f"rank {asked.rank} ran out of device memory: {first}", "use a smaller micro-batch or recompute") from error
         finally:
-            gc.unfreeze()
+            if aside:
+                gc.unfreeze()
 
 
 @contextmanager
@@ -182,7 +184,6 @@ class BoxSteps:
         self.clock = measure.clock_of(self.ranks.device)
         self.step, self.finite = 0, True
         measure.forget_peaks(self.ranks.device)
-        gc.freeze()
 
     def _applied(self, workload: Workload, settings: RunSettings, scratch: Path | None) -> Job:
         plan = self.plan

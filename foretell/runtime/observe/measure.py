@@ -193,6 +193,15 @@ def forget_peaks(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
+def set_aside() -> bool:
+    """What is alive now stays: later collections need not look at it. Whether `gc.unfreeze` is to take it back, which takes back all:
+    where somebody has set things aside before, as the process has that ranks are forked from, the little that came since is left."""
+    if gc.get_freeze_count():
+        return False
+    gc.freeze()
+    return True
+
+
 def _host_peak() -> int:
     """Peak resident memory of this process."""
     try:

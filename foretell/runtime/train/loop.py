@@ -99,6 +99,7 @@ class TrainingRun:
         self.bad_steps = BadSteps(self.settings.bad_steps, self.settings.spike)
         self.overflows = 0
         """Steps without an update since their scaled gradients overflowed."""
+        self.aside = False
         self.last_saved: save.SavedCheckpoint | None = None
         self.slowed = SlowedSteps()
         self.growth: growth.GrowthWatch | None = None
@@ -217,7 +218,8 @@ class TrainingRun:
         finally:
             if self.log is not None:
                 self.log.close()
-            gc.unfreeze()
+            if self.aside:
+                gc.unfreeze()
         return RunOutcome(
             status=STOPPED if stopped else DONE, signal=asked, step=self.step, folder=self.folder.path,
             measurement=measured, saved=saved, compares=applies(self.plan, self.ranks),
@@ -278,7 +280,7 @@ class TrainingRun:
             self._find_next_save()
             if self.step == first + 2:
                 gc.collect()
-                gc.freeze()  # what is alive now stays: later collections need not look at it again
+                self.aside = self.aside or measure.set_aside()
                 for saver in self._savers if settings.save_every or settings.mtbf else self._savers[1:]:
                     saver.warm(save.pieces(self.job), save.own_state(self.job))
             if self.step >= first + measure.SKIP_MOST:
