@@ -33,8 +33,8 @@ MOST_ROUNDINGS = 8
 At 16 chunks it was up to 2.5 times, at 22 up to 2.9, at 32 up to 3.4."""
 TILE = 128
 """Rows of a chunk are a multiple: those of a tile of a product."""
-ALIGNED = 8
-"""Rows of logits begin at multiples of so many elements, so that every product loads 16 bytes at a time."""
+ALIGNED = 64
+"""Rows of logits are padded to multiples of so many elements, so that all is read and written by 16 bytes, whatever the number of words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +69,12 @@ def reference(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = N
 
 
 def plain_gradient_(
-    logits: Tensor, target: Tensor, factor: Tensor, known: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float,
-    gradient: bool,
+    logits: Tensor, words: int, target: Tensor, factor: Tensor, known: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float,
+    softcap: float, gradient: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Losses of rows, the largest of each and the log of its sum beside it; the gradient in the place of the logits, times `factor`."""
-    words, counted = logits.shape[1], target != ignore_index
+    """Losses of rows, the largest of each and the log of its sum beside it; the gradient in the place of the logits, times `factor`.
+    Columns beyond `words` are nobody's."""
+    logits, counted = logits[:, :words], target != ignore_index
     z = logits.to(wider(logits.dtype))
     if softcap:
         z = softcap * torch.tanh(z / softcap)
@@ -106,7 +107,7 @@ def _rows_of(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 _logits_gradient_ = define(
     "logits_gradient_",
-    "(Tensor(a!) logits, Tensor target, Tensor factor, Tensor? known, int ignore_index, float label_smoothing, float z_loss, float softcap, "
+    "(Tensor(a!) logits, int words, Tensor target, Tensor factor, Tensor? known, int ignore_index, float label_smoothing, float z_loss, float softcap, "
     "bool gradient) -> (Tensor, Tensor)",
     plain=plain_gradient_, triton="cross_entropy.logits_gradient_", fake=lambda logits, *_: _rows_of(logits),
 )  # fmt: skip
@@ -160,14 +161,15 @@ class _Head:
     def chunk(self, piece: slice, factor: Tensor, known: Tensor | None, gradient: bool) -> tuple[Tensor, Tensor]:
         """Losses and sums of some rows; the gradient of their logits becomes theirs, and a part of the weight's."""
         rows, how = self.x[piece], self.how
-        logits = self.logits[: len(rows), : len(self.weight)]
+        whole = self.logits[: len(rows)]
+        logits = whole[:, : len(self.weight)]
         if self.bias is None:
             torch.mm(rows, self.weight.t(), out=logits)
         else:
             torch.addmm(self.bias, rows, self.weight.t(), out=logits)
         found: tuple[Tensor, Tensor] = _logits_gradient_(
-            logits, self.target[piece], factor if factor.dim() == 0 else factor[piece], None if known is None else known[piece], how.ignore_index,
-            how.label_smoothing, how.z_loss, how.softcap, gradient,
+            whole, len(self.weight), self.target[piece], factor if factor.dim() == 0 else factor[piece], None if known is None else known[piece],
+            how.ignore_index, how.label_smoothing, how.z_loss, how.softcap, gradient,
         )  # fmt: skip
         with _beside(self.x.device, self.streams > 1 and self.dx is not None and self.dweight is not None) as aside:
             if self.dx is not None:

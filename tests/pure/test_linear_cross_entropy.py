@@ -230,7 +230,7 @@ def test_opcheck(wanted: tuple[bool, ...]) -> None:
     op = torch.ops.foretell.linear_cross_entropy.default
     torch.library.opcheck(op, (x, weight, bias, target, IGNORED, 0.1, 1e-3, 4.0, "mean", 3, "auto", *wanted))
     rows = torch.ops.foretell.logits_gradient_.default
-    torch.library.opcheck(rows, (torch.randn(5, 7), torch.arange(5), torch.ones(()), None, IGNORED, 0.0, 0.0, 0.0, True))
+    torch.library.opcheck(rows, (torch.randn(5, 7), 6, torch.arange(5), torch.ones(()), None, IGNORED, 0.0, 0.0, 0.0, True))
     torch.library.opcheck(torch.ops.foretell.scale_.default, (torch.randn(5), torch.tensor(2.0)))
 
 

@@ -28,8 +28,8 @@ def _capped(z, cap):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _row(logits, target, factor, known, losses, sums, row, words, factor_step, ignored, smoothing, z_loss, cap,
-         BLOCK: tl.constexpr, GRADIENT: tl.constexpr, KNOWN: tl.constexpr, SMOOTH: tl.constexpr, Z: tl.constexpr,
+def _row(logits, target, factor, known, losses, sums, row, width, words, factor_step, ignored, smoothing, z_loss, cap,
+         BLOCK: tl.constexpr, PADDED: tl.constexpr, GRADIENT: tl.constexpr, KNOWN: tl.constexpr, SMOOTH: tl.constexpr, Z: tl.constexpr,
          CAP: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
     place = tl.program_id(0).to(tl.int64)
     wanted = tl.load(target + place)
@@ -38,8 +38,8 @@ def _row(logits, target, factor, known, losses, sums, row, words, factor_step, i
     if wanted == ignored:
         tl.store(losses + place, 0.0)
         if GRADIENT:
-            for start in range(0, words, BLOCK):
-                tl.store(base + start + at, tl.zeros([BLOCK], logits.dtype.element_ty), mask=start + at < words)
+            for start in range(0, width, BLOCK):
+                tl.store(base + start + at, tl.zeros([BLOCK], logits.dtype.element_ty), mask=start + at < width)
     else:
         inside = (wanted >= 0) & (wanted < words)
         chosen = tl.load(base + wanted, mask=inside, other=float("nan")).to(tl.float32)
@@ -49,10 +49,11 @@ def _row(logits, target, factor, known, losses, sums, row, words, factor_step, i
             base_of, log_of = tl.load(known + 2 * place), tl.load(known + 2 * place + 1)
         else:
             largest, summed, total = float("-inf"), 0.0, 0.0
-            for start in range(0, words, BLOCK):
-                z = tl.load(base + start + at, mask=start + at < words, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
+            for start in range(0, width, BLOCK):
+                z = tl.load(base + start + at, mask=start + at < width, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
                 if CAP:
                     z, _ = _capped(z, cap)
+                if CAP or PADDED:
                     z = tl.where(start + at < words, z, float("-inf"))
                 if SMOOTH:
                     total += tl.sum(tl.where(start + at < words, z, 0.0), 0)
@@ -78,14 +79,17 @@ def _row(logits, target, factor, known, losses, sums, row, words, factor_step, i
             even = 0.0
             if SMOOTH:
                 even = smoothing / words
-            for start in range(0, words, BLOCK):
-                z = tl.load(base + start + at, mask=start + at < words, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            for start in range(0, width, BLOCK):
+                z = tl.load(base + start + at, mask=start + at < width, other=0.0, eviction_policy="evict_first").to(tl.float32)
                 slope = 1.0
                 if CAP:
                     z, slope = _capped(z, cap)
                 found = tl.exp((z - base_of) - log_of) * spread - even
                 found -= tl.where(start + at == wanted, 1.0 - smoothing, 0.0)
-                tl.store(base + start + at, (found * slope * scale).to(logits.dtype.element_ty), mask=start + at < words)
+                found *= slope * scale
+                if PADDED:
+                    found = tl.where(start + at < words, found, 0.0)
+                tl.store(base + start + at, found.to(logits.dtype.element_ty), mask=start + at < width)
 
 
 @triton.jit
@@ -101,20 +105,20 @@ def _scaled(x, by, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 def logits_gradient_(
-    logits: Tensor, target: Tensor, factor: Tensor, known: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float,
-    gradient: bool,
+    logits: Tensor, words: int, target: Tensor, factor: Tensor, known: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float,
+    softcap: float, gradient: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    rows, words = logits.shape
+    rows, width = logits.shape
     if logits.dtype == torch.float64:
-        return plain_gradient_(logits, target, factor, known, ignore_index, label_smoothing, z_loss, softcap, gradient)
+        return plain_gradient_(logits, words, target, factor, known, ignore_index, label_smoothing, z_loss, softcap, gradient)
     config = measured.config(KERNEL, {"rows": rows, "words": words}, logits.device)
     losses = torch.zeros(rows, dtype=torch.float32, device=logits.device)
     sums = torch.zeros(rows, 2, dtype=torch.float32, device=logits.device)
     if rows:
         _row[(rows,)](
-            logits, target, factor, losses if known is None else known, losses, sums, logits.stride(0), words, factor.stride(0) if factor.dim() else 0,
-            ignore_index, label_smoothing, z_loss, softcap or 1.0, BLOCK=min(config["block"], triton.next_power_of_2(words)), GRADIENT=gradient,
-            KNOWN=known is not None, SMOOTH=label_smoothing != 0.0, Z=z_loss != 0.0, CAP=softcap != 0.0, num_warps=config["warps"],
+            logits, target, factor, losses if known is None else known, losses, sums, logits.stride(0), width, words,
+            factor.stride(0) if factor.dim() else 0, ignore_index, label_smoothing, z_loss, softcap or 1.0, BLOCK=min(config["block"], triton.next_power_of_2(width)), PADDED=width != words,
+            GRADIENT=gradient, KNOWN=known is not None, SMOOTH=label_smoothing != 0.0, Z=z_loss != 0.0, CAP=softcap != 0.0, num_warps=config["warps"],
         )  # fmt: skip
     return losses, sums
 
