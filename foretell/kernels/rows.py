@@ -11,23 +11,23 @@ from torch import Tensor
 from foretell.kernels.kernel import Shape, ShapeBucket, wider
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MANY = 2048
-"""Rows from which a call is long enough to be worth the CPU's time for it; those of fewer are a bucket apart."""
+ROWS = {"many": (8192, 1 << 40), "some": (2048, 8191), "few": (0, 2047)}
+"""Rows of a bucket. An op in Python takes the CPU longer than one of torch's: whether that is hidden depends on how many there are."""
 WIDTHS = (1024, 2048, 4096, 8192, 16384)
 """Elements of a row at most, of each bucket."""
 
 
 def buckets(*configs: Mapping[str, int], widths: tuple[int, ...] = WIDTHS) -> tuple[ShapeBucket, ...]:
-    """One for each width, twice."""
+    """One for each width and number of rows."""
     least = (1, *(one + 1 for one in widths))
     return tuple(
-        ShapeBucket(name=f"width to {most}, {name}", limits={"rows": rows, "width": (least[place], most)}, config=config)
+        ShapeBucket(name=f"width to {most}, {name} rows", limits={"rows": rows, "width": (least[place], most)}, config=config)
         for place, (most, config) in enumerate(zip(widths, configs, strict=True))
-        for name, rows in (("many rows", (MANY, 1 << 40)), ("few rows", (0, MANY - 1)))
+        for name, rows in ROWS.items()
     )
 
 
-DECLARED = tuple({"rows": rows, "width": width} for rows in (16384, MANY) for width in (4096, 8192, 1024, 2048, 16384))
+DECLARED = tuple({"rows": rows, "width": width} for rows in (16384, 8192, 2048) for width in (4096, 8192, 1024, 2048, 16384))
 
 
 def shape_of(x: Tensor, *_: Any) -> Shape:
