@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretell.kernels.kernel import Shape, TrainingKernel, define, define_in_place, differentiate, wider
-from foretell.kernels.rows import DTYPES, buckets, drawn, like, shape_of
+from foretell.kernels.rows import DTYPES, buckets, drawn, like, must, shape_of
 
 SILU, GELU, GELU_TANH = "silu", "gelu", "gelu_tanh"
 ACTIVATIONS = {SILU: F.silu, GELU: F.gelu, GELU_TANH: lambda x: F.gelu(x, approximate="tanh")}
@@ -93,6 +93,7 @@ differentiate("gated", _context, _gradient)
 
 def gated(gate: Tensor, up: Tensor, activation: str = SILU, once: bool = False) -> Tensor:
     """`once`: nobody else keeps gate or up, and backward runs once."""
+    must((gate.shape, gate.dtype) == (up.shape, up.dtype), "two tensors of one shape and format")
     return _gated(gate, up, activation, once)
 
 

@@ -57,3 +57,14 @@ def has_rows(x: Tensor) -> bool:
 def as_rows(x: Tensor) -> Tensor:
     """(rows, width): of its memory where it has rows, else of a copy."""
     return x.view(-1, x.shape[-1]) if has_rows(x) else x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def apart(ctx: Any, total: Tensor) -> tuple[Tensor, ...]:
+    """The sum of an add and a norm, where only the norm's parameters are trained: it has no gradient then."""
+    return () if ctx.needs_input_grad[0] or ctx.needs_input_grad[1] else (total,)
+
+
+def must(holds: bool, what: str) -> None:
+    """A kernel reads where its arguments say, so that what does not fit is refused before."""
+    if not holds:
+        raise NotImplementedError(f"this kernel takes {what}; torch's own op may take more")
