@@ -76,6 +76,7 @@ def _both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[T
         HALF=width // 2, HALVES=triton.next_power_of_2(width // 2), BLOCK=min(chosen["block"], triton.next_power_of_2(max(1, heads))),
         KV_BLOCK=min(chosen["block"], triton.next_power_of_2(max(1, k.shape[1]))), TWICE=cos.shape[-1] == width, BACK=back,
         WIDE=tl.float64 if wider(q.dtype) == torch.float64 else tl.float32, num_warps=chosen["warps"],
+        enable_fp_fusion=True,
     )  # fmt: skip
     return q_out, k_out
 
