@@ -19,8 +19,8 @@ from foretell.kernels.kernel import HALVES, TrainingKernel, wider
 from foretell.kernels.layer_norm import ADD_LAYER_NORM, LAYER_NORM
 from foretell.kernels.rms_norm import ADD_RMS_NORM, RMS_NORM
 
-COLUMNS, ROWS = 32, 32
-"""Of a program that adds up the parts of the weight's gradient."""
+COLUMNS, ROWS = 16, 256
+"""Of a program that adds up the parts of the weight's gradient: few turns, as each waits for its loads."""
 
 
 @triton.jit
@@ -183,7 +183,7 @@ def _backward(
         )  # fmt: skip
         if wants or biased:
             add_parts[(triton.cdiv(width, COLUMNS),)](
-                dweights, dbiases, dweight, dbias, parts, width, COLUMNS=COLUMNS, ROWS=ROWS, num_warps=4, enable_fp_fusion=True, **shape
+                dweights, dbiases, dweight, dbias, parts, width, COLUMNS=COLUMNS, ROWS=ROWS, num_warps=8, enable_fp_fusion=True, **shape
             )  # fmt: skip
     return dx, dweight, dbias
 
