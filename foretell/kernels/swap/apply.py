@@ -10,7 +10,7 @@ that FSDP2 and torch.compile see the same model. Copies have the kernels too; a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import MethodType
 
@@ -18,9 +18,15 @@ import torch
 from torch import nn
 
 from foretell.errors import UserError
-from foretell.kernels import catalog, match, measured
-from foretell.kernels.gate import KernelGate
-from foretell.kernels.kernel import TrainingKernel
+from foretell.kernels import catalog, measured
+from foretell.kernels.kernel import ShapeBucket, TrainingKernel
+from foretell.kernels.swap.gate import KernelGate
+from foretell.kernels.swap.graphs import find_gate, find_residual
+from foretell.kernels.swap.match import Finder, KernelMatch
+from foretell.kernels.swap.norms import find_norm
+from foretell.kernels.swap.rotary import find_rotary
+
+FINDERS: tuple[Finder, ...] = (find_norm, find_gate, find_residual, find_rotary)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +90,9 @@ def apply(model: nn.Module, names: Iterable[str] | None = None, *, anywhere: boo
     return Applied(swapped=tuple(swapped), left=tuple(left), modules=tuple(put))
 
 
-def _swapped(module: nn.Module, asked: dict[str, TrainingKernel] | None, anywhere: bool) -> tuple[MethodType, match.KernelMatch] | str | None:
+def _swapped(module: nn.Module, asked: dict[str, TrainingKernel] | None, anywhere: bool) -> tuple[MethodType, KernelMatch] | str | None:
     """The forward to be put in, why the module is left, or nothing."""
-    for finder in match.FINDERS:
+    for finder in FINDERS:
         found = finder(module)
         if found is None:
             continue
@@ -103,19 +109,16 @@ def _swapped(module: nn.Module, asked: dict[str, TrainingKernel] | None, anywher
     return None
 
 
-def _gate(found: match.KernelMatch, module: nn.Module, named: bool, anywhere: bool) -> KernelGate | str:
+def _gate(found: KernelMatch, module: nn.Module, named: bool, anywhere: bool) -> KernelGate | str:
     kernel = catalog.find(found.kernel)
     if anywhere:
-        everywhere = tuple(type(one)(name=one.name, limits={}, config=one.config) for one in kernel.buckets[:1])
-        return KernelGate(kernel=kernel, buckets=dict.fromkeys((*kernel.dtypes, torch.float64), everywhere), devices=("cuda", "cpu"), cast=found.cast)
+        any_shape = (ShapeBucket(name="any", limits={}, config={}),)
+        return KernelGate(kernel=kernel, buckets=dict.fromkeys((*kernel.dtypes, torch.float64), any_shape), devices=("cuda", "cpu"), **found.gate)
     if named:
-        return KernelGate(kernel=kernel, buckets=dict.fromkeys(kernel.dtypes, kernel.buckets), cast=found.cast)
+        return KernelGate(kernel=kernel, buckets=dict.fromkeys(kernel.dtypes, kernel.buckets), **found.gate)
     device = next((one.device for one in module.parameters()), torch.device("cpu"))
     buckets = {dtype: measured.on_by_default(kernel, measured.device_name(device), dtype) for dtype in kernel.dtypes}
     buckets = {dtype: some for dtype, some in buckets.items() if some}
-    return KernelGate(kernel=kernel, buckets=buckets, cast=found.cast) if buckets else f"{kernel.name} is not measured to be faster on {device.type}"
-
-
-def names_in(applied: Sequence[Applied]) -> tuple[str, ...]:
-    """The kernels that are in."""
-    return tuple(dict.fromkeys(one.kernel for some in applied for one in some.swapped))
+    if buckets:
+        return KernelGate(kernel=kernel, buckets=buckets, **found.gate)
+    return f"{kernel.name} was not measured to be faster on this {device.type}"
