@@ -52,7 +52,8 @@ def results(function: Any, kernel: TrainingKernel, arguments: list[Any], dtype: 
     generator = torch.Generator().manual_seed(1)
     ups = [torch.randn(one.shape, generator=generator, dtype=torch.float64).to(own).to(one) for one in made]
     leaves = [given[place] for place in places]
-    return [*made, *(torch.autograd.grad(made, leaves, ups) if leaves else ())]
+    depends = [(one, up) for one, up in zip(made, ups, strict=True) if one.requires_grad]
+    return [*made, *(torch.autograd.grad([one for one, _ in depends], leaves, [up for _, up in depends]) if leaves else ())]
 
 
 def error(found: Tensor, wanted: Tensor) -> float:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretell.kernels.kernel import Shape, TrainingKernel, define, define_in_place, differentiate, wider
-from foretell.kernels.rows import DTYPES, MANY, buckets, drawn, like, shape_of
+from foretell.kernels.rows import DTYPES, buckets, drawn, like, must, shape_of
 
 SILU, GELU, GELU_TANH = "silu", "gelu", "gelu_tanh"
 ACTIVATIONS = {SILU: F.silu, GELU: F.gelu, GELU_TANH: lambda x: F.gelu(x, approximate="tanh")}
@@ -93,6 +93,7 @@ differentiate("gated", _context, _gradient)
 
 def gated(gate: Tensor, up: Tensor, activation: str = SILU, once: bool = False) -> Tensor:
     """`once`: nobody else keeps gate or up, and backward runs once."""
+    must((gate.shape, gate.dtype) == (up.shape, up.dtype), "two tensors of one shape and format")
     return _gated(gate, up, activation, once)
 
 
@@ -108,7 +109,7 @@ def _draw(activation: str) -> Any:
 
 # Warps and elements of a program, forward and backward: eight elements of a tensor for each thread and turn.
 _CONFIG = {"warps": 4, "block": 2048, "backward_warps": 4, "backward_block": 1024}
-DECLARED = tuple({"rows": rows, "width": width} for rows, width in ((16384, 14336), (16384, 8192), (MANY, 14336), (16384, 4096)))
+DECLARED = tuple({"rows": rows, "width": width} for rows, width in ((16384, 14336), (16384, 4096), (8192, 14336), (8192, 4096), (2048, 14336)))
 
 
 def _kernel(name: str, says: str, activation: str) -> TrainingKernel:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foretell.kernels.kernel import Shape, TrainingKernel, define, differentiate, in_float32_under_autocast, wider
-from foretell.kernels.rows import DECLARED, DTYPES, buckets, drawn, each_row, like, shape_of
+from foretell.kernels.rows import DECLARED, DTYPES, apart, buckets, drawn, each_row, like, must, shape_of
 
 # ---------------------------------------------------------------- in plain torch
 
@@ -114,7 +114,7 @@ def _gradient(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]
 def _add_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     total, _, mean, rstd = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(mean, rstd)
+    ctx.mark_non_differentiable(*apart(ctx, total), mean, rstd)
     ctx.save_for_backward(total, inputs[2], mean, rstd)
 
 
@@ -136,10 +136,13 @@ in_float32_under_autocast("add_layer_norm")
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    must(all(one is None or one.shape == x.shape[-1:] for one in (weight, bias)), "a weight and a bias for each element of a row")
     return _layer_norm(x, weight, bias, eps)[0]
 
 
 def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    must(all(one is None or one.shape == x.shape[-1:] for one in (weight, bias)), "a weight and a bias for each element of a row")
+    must((x.shape, x.dtype) == (residual.shape, residual.dtype), "two tensors of one shape and format")
     total, y, _, _ = _add_layer_norm(x, residual, weight, bias, eps)
     return total, y
 

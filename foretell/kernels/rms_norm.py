@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from foretell.kernels.kernel import Shape, TrainingKernel, define, differentiate, in_float32_under_autocast, wider
-from foretell.kernels.rows import DECLARED, DTYPES, buckets, drawn, each_row, like, shape_of
+from foretell.kernels.rows import DECLARED, DTYPES, apart, buckets, drawn, each_row, like, must, shape_of
 
 # ---------------------------------------------------------------- in plain torch
 
@@ -112,7 +112,7 @@ def _add_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
     _, _, weight, _, ctx.offset = inputs
     total, _, rstd = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(rstd)
+    ctx.mark_non_differentiable(*apart(ctx, total), rstd)
     ctx.save_for_backward(total, weight, rstd)
 
 
@@ -135,10 +135,13 @@ in_float32_under_autocast("add_rms_norm")
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
+    must(weight is None or weight.shape == x.shape[-1:], "a weight for each element of a row")
     return _rms_norm(x, weight, eps, offset)[0]
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
+    must(weight is None or weight.shape == x.shape[-1:], "a weight for each element of a row")
+    must((x.shape, x.dtype) == (residual.shape, residual.dtype), "two tensors of one shape and format")
     total, y, _ = _add_rms_norm(x, residual, weight, eps, offset)
     return total, y
 

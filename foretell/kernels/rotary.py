@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from foretell.kernels.kernel import Shape, ShapeBucket, TrainingKernel, define, differentiate, wider
-from foretell.kernels.rows import DTYPES, MANY
+from foretell.kernels.rows import DTYPES, ROWS, must
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
@@ -61,6 +61,7 @@ _rotary_backward = define(
 
 def _context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
     _, _, cos, sin = inputs
+    ctx.mark_non_differentiable(*(one for one, trained in zip(output, ctx.needs_input_grad, strict=False) if not trained))
     ctx.save_for_backward(cos, sin)
 
 
@@ -74,6 +75,10 @@ differentiate("rotary", _context, _gradient)
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    batch, _, tokens, width = q.shape
+    must((k.shape[0], k.shape[2], k.shape[3], width % 2) == (batch, tokens, width, 0), "queries and keys of the same tokens and of even width")
+    must(cos.shape == sin.shape and cos.shape[0] in (1, batch) and cos.shape[1] == tokens and cos.shape[2] in (width, width // 2),
+         "a cosine and a sine for each token and element, or for half of them")  # fmt: skip
     q, k = _rotary(q, k, cos.detach(), sin.detach())
     return q, k
 
@@ -99,13 +104,10 @@ _CONFIG = {"warps": 4, "block": 32}
 _WIDTHS = {"heads": (1, 256), "kv_heads": (1, 256), "width": (2, 256)}
 ROTARY = TrainingKernel(
     name="rotary", says="rotary positions of queries and keys, forward and backward", reference=reference, call=rotary, shape_of=shape_of,
-    buckets=(
-        ShapeBucket(name="many tokens", limits={"tokens": (MANY, 1 << 40), **_WIDTHS}, config=_CONFIG),
-        ShapeBucket(name="few tokens", limits={"tokens": (0, MANY - 1), **_WIDTHS}, config=_CONFIG),
-    ),
+    buckets=tuple(ShapeBucket(name=f"{name} tokens", limits={"tokens": tokens, **_WIDTHS}, config=_CONFIG) for name, tokens in ROWS.items()),
     dtypes=DTYPES, draw=draw, no_gradient=(2, 3),
     measured_at=tuple({"tokens": tokens, "heads": heads, "kv_heads": kv_heads, "width": width}
-                      for tokens, heads, kv_heads, width in ((16384, 32, 8, 128), (MANY, 32, 8, 128), (16384, 32, 8, 64))),
+                      for tokens, heads, kv_heads, width in ((16384, 32, 8, 128), (8192, 32, 8, 128), (16384, 32, 8, 64), (2048, 32, 8, 128))),
     floor_bytes=lambda shape, size: 4 * shape["tokens"] * (shape["heads"] + shape["kv_heads"]) * shape["width"] * size,
     saved_bytes=lambda shape, size: 0,
 )  # fmt: skip

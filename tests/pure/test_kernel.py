@@ -83,6 +83,15 @@ def test_each_gradient_alone_is_as_with_the_others(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MINE)
+def test_a_result_has_a_gradient_where_the_reference_has_one(name: str) -> None:
+    kernel = catalog.find(name)
+    given = drawn(kernel, shapes_of(kernel)[0], torch.float32)
+    for place in kernel.learned(given):
+        made = [results(one, kernel, given, torch.float32, [place])[:-1] for one in (kernel.call, kernel.reference)]
+        assert [one.requires_grad for one in made[0]] == [one.requires_grad for one in made[1]]
+
+
+@pytest.mark.parametrize("name", MINE)
 def test_no_rows(name: str) -> None:
     kernel = catalog.find(name)
     given = [one[:0] if isinstance(one, Tensor) and one.dim() > 1 else one for one in drawn(kernel, shapes_of(kernel)[0], torch.float32)]

@@ -77,7 +77,8 @@ MOST_ROWS = 65535
 def _settings(activation: str, gate: Tensor, backward: str) -> dict[str, Any]:
     chosen = measured.config(KERNEL_OF[activation], {"rows": gate.shape[:-1].numel(), "width": gate.shape[-1]}, gate.device)
     wide = tl.float64 if wider(gate.dtype) == torch.float64 else tl.float32
-    return {"KIND": _KIND[activation], "BLOCK": chosen[f"{backward}block"], "WIDE": wide, "num_warps": chosen[f"{backward}warps"]}
+    launch = {"num_warps": chosen[f"{backward}warps"], "enable_fp_fusion": True}
+    return {"KIND": _KIND[activation], "BLOCK": chosen[f"{backward}block"], "WIDE": wide, **launch}
 
 
 def gated(gate: Tensor, up: Tensor, activation: str, once: bool) -> Tensor:

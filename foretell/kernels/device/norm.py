@@ -19,8 +19,8 @@ from foretell.kernels.kernel import HALVES, TrainingKernel, wider
 from foretell.kernels.layer_norm import ADD_LAYER_NORM, LAYER_NORM
 from foretell.kernels.rms_norm import ADD_RMS_NORM, RMS_NORM
 
-COLUMNS, ROWS = 32, 32
-"""Of a program that adds up the parts of the weight's gradient."""
+COLUMNS, ROWS = 16, 256
+"""Of a program that adds up the parts of the weight's gradient: few turns, as each waits for its loads."""
 
 
 @triton.jit
@@ -155,7 +155,7 @@ def _forward(
         forward_rows[(triton.cdiv(rows, each),)](
             x, x if residual is None else residual.contiguous(), x if weight is None else weight, x if bias is None else bias, total, y, middle,
             rstd, rows, width, eps, offset, BLOCK=triton.next_power_of_2(width), EACH=each, ADD=residual is not None, MEAN=mean,
-            WEIGHT=weight is not None, BIAS=bias is not None, WIDE=_wide(x.dtype), num_warps=chosen["warps"],
+            WEIGHT=weight is not None, BIAS=bias is not None, WIDE=_wide(x.dtype), num_warps=chosen["warps"], enable_fp_fusion=True,
         )  # fmt: skip
     return total, y, middle, rstd
 
@@ -178,11 +178,12 @@ def _backward(
         backward_rows[(parts,)](
             dy, x if dsum is None else dsum.contiguous(), x, learned, rstd if mean is None else mean, rstd, dx, dweights, dbiases, rows, width,
             offset, BLOCK=triton.next_power_of_2(width), ADD=dsum is not None, MEAN=mean is not None, WEIGHT=weight is not None,
-            AHEAD=bool(chosen.get("ahead", 1)) and x.dtype in HALVES, HOLD=bool(chosen.get("hold", 1)), num_warps=chosen["backward_warps"], **shape,
+            AHEAD=bool(chosen.get("ahead", 1)) and x.dtype in HALVES, HOLD=bool(chosen.get("hold", 1)), num_warps=chosen["backward_warps"],
+            enable_fp_fusion=True, **shape,
         )  # fmt: skip
         if wants or biased:
             add_parts[(triton.cdiv(width, COLUMNS),)](
-                dweights, dbiases, dweight, dbias, parts, width, COLUMNS=COLUMNS, ROWS=ROWS, num_warps=4, **shape
+                dweights, dbiases, dweight, dbias, parts, width, COLUMNS=COLUMNS, ROWS=ROWS, num_warps=8, enable_fp_fusion=True, **shape
             )  # fmt: skip
     return dx, dweight, dbias
 

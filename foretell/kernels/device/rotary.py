@@ -62,7 +62,7 @@ def _beside(x: Tensor) -> Tensor:
 def _both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
     batch, heads, tokens, width = q.shape
-    if not q.numel():
+    if not batch * tokens * width:
         return q_out, k_out
     q_in, k_in, cos, sin = _beside(q), _beside(k), _beside(cos), _beside(sin)
     if q_out.stride(-1) != 1 or k_out.stride(-1) != 1:
@@ -73,9 +73,10 @@ def _both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[T
     rotate[(batch * tokens,)](
         q_in, k_in, q_out, k_out, cos, sin, tokens, heads, k.shape[1], *q_in.stride()[:3], *k_in.stride()[:3], *q_out.stride()[:3],
         *k_out.stride()[:3], 0 if repeated else cos.stride(0), cos.stride(1), 0 if repeated else sin.stride(0), sin.stride(1),
-        HALF=width // 2, HALVES=triton.next_power_of_2(width // 2), BLOCK=min(chosen["block"], triton.next_power_of_2(heads)),
-        KV_BLOCK=min(chosen["block"], triton.next_power_of_2(k.shape[1])), TWICE=cos.shape[-1] == width, BACK=back,
+        HALF=width // 2, HALVES=triton.next_power_of_2(width // 2), BLOCK=min(chosen["block"], triton.next_power_of_2(max(1, heads))),
+        KV_BLOCK=min(chosen["block"], triton.next_power_of_2(max(1, k.shape[1]))), TWICE=cos.shape[-1] == width, BACK=back,
         WIDE=tl.float64 if wider(q.dtype) == torch.float64 else tl.float32, num_warps=chosen["warps"],
+        enable_fp_fusion=True,
     )  # fmt: skip
     return q_out, k_out
 

@@ -78,7 +78,7 @@ def _stand_in(gate: KernelGate, plain: FunctionType) -> Forward:
 
 def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Four dimensions, angles for every token and element, that are no one's to train."""
-    if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.requires_grad or sin.requires_grad:
+    if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or q.shape[3] % 2 or cos.requires_grad or sin.requires_grad:
         return False
     batch, _, tokens, width = q.shape
     return (k.shape[0], k.shape[2], k.shape[3]) == (batch, tokens, width) and cos.shape == sin.shape and cos.shape[0] in (1, batch) and (
