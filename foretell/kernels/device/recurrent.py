@@ -1,0 +1,258 @@
+"""All steps of a head in one launch: LSTM, GRU and sLSTM, forward and backward.
+
+A program has a head and some rows of the batch. Recurrent matrices are loaded once and stay on the chip, states stay in registers; of a
+step the gates' input is read and the output written. The backward goes through the steps in reverse and writes gradients of the gates;
+those of the matrices are one product afterwards.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foretell.kernels.kernel import wider
+from foretell.kernels.papers.recurrent import CELLS, KEPT_GATES, STATES, by_steps, by_steps_backward
+
+MOST = 64
+"""Elements of a head: four matrices of 64 × 64 in half precision are 32 KiB."""
+ROWS = 16
+"""Of the batch in a program: the least that tensor cores take."""
+CELL = {"lstm": 0, "gru": 1, "slstm": 2}
+
+
+@triton.jit
+def _tanh(x):  # type: ignore[no-untyped-def]
+    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+
+
+@triton.jit
+def _log_sigmoid(x):  # type: ignore[no-untyped-def]
+    return tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def _dot(a, b, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.dot(a.to(b.dtype), b, input_precision=PRECISION).to(tl.float32)
+
+
+@triton.jit
+def forward_steps(x, weight, bias, state, out, last, gates, states, batch, time, heads,
+                  SIZE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, GATES: tl.constexpr, CELL: tl.constexpr, KEEP: tl.constexpr,
+                  PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    head = tl.program_id(0)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    at, into = tl.arange(0, DIM), tl.arange(0, DIM)
+    there = (row[:, None] < batch) & (at[None, :] < SIZE)
+    inside = (into[:, None] < SIZE) & (at[None, :] < SIZE)
+    matrix = weight + (head * SIZE + at[None, :]) * SIZE + into[:, None]
+    gate_matrix = heads * SIZE * SIZE
+    w0 = tl.load(matrix, mask=inside, other=0.0)
+    w1 = tl.load(matrix + gate_matrix, mask=inside, other=0.0)
+    w2 = tl.load(matrix + 2 * gate_matrix, mask=inside, other=0.0)
+    b0 = tl.load(bias + head * SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    b1 = tl.load(bias + (heads + head) * SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    b2 = tl.load(bias + (2 * heads + head) * SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    if CELL != 1:
+        w3 = tl.load(matrix + 3 * gate_matrix, mask=inside, other=0.0)
+        b3 = tl.load(bias + (3 * heads + head) * SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    each = (row[:, None].to(tl.int64) * heads + head) * SIZE + at[None, :]
+    of_state = batch.to(tl.int64) * heads * SIZE
+    h = tl.load(state + each, mask=there, other=0.0)
+    if CELL != 1:
+        c = tl.load(state + of_state + each, mask=there, other=0.0)
+    if CELL == 2:
+        n = tl.load(state + 2 * of_state + each, mask=there, other=1.0)
+        m = tl.load(state + 3 * of_state + each, mask=there, other=0.0)
+    of_states = of_state * time
+    for step in range(time):
+        place = row[:, None].to(tl.int64) * time + step
+        gate = heads * SIZE
+        from_x = x + place * GATES * gate + head * SIZE + at[None, :]
+        a0 = tl.load(from_x, mask=there, other=0.0).to(tl.float32) + b0[None, :]
+        a1 = tl.load(from_x + gate, mask=there, other=0.0).to(tl.float32) + b1[None, :]
+        a2 = tl.load(from_x + 2 * gate, mask=there, other=0.0).to(tl.float32)
+        if CELL != 1:
+            a3 = tl.load(from_x + 3 * gate, mask=there, other=0.0).to(tl.float32) + b3[None, :]
+        a0 += _dot(h, w0, PRECISION)
+        a1 += _dot(h, w1, PRECISION)
+        own = _dot(h, w2, PRECISION) + b2[None, :]
+        if CELL == 1:
+            a0, a1 = tl.sigmoid(a0), tl.sigmoid(a1)
+            a2 = _tanh(a2 + a0 * own)
+            h = a2 + a1 * (h - a2)
+            a3 = own
+        else:
+            a2 += own
+            a3 += _dot(h, w3, PRECISION)
+        if CELL == 0:
+            a0, a1, a2, a3 = tl.sigmoid(a0), tl.sigmoid(a1), _tanh(a2), tl.sigmoid(a3)
+            c = a1 * c + a0 * a2
+            h = a3 * _tanh(c)
+        if CELL == 2:
+            forget = _log_sigmoid(a1) + m
+            m = tl.maximum(a0, forget)
+            enter, stay = tl.exp(a0 - m), tl.exp(forget - m)
+            c = stay * c + enter * _tanh(a2)
+            n = stay * n + enter
+            h = tl.sigmoid(a3) * c / n
+        at_step = place * gate + head * SIZE + at[None, :]
+        tl.store(out + at_step, h.to(out.dtype.element_ty), mask=there)
+        if KEEP:
+            to_gates = gates + place * 4 * gate + head * SIZE + at[None, :]
+            tl.store(to_gates, a0.to(gates.dtype.element_ty), mask=there)
+            tl.store(to_gates + gate, a1.to(gates.dtype.element_ty), mask=there)
+            tl.store(to_gates + 2 * gate, a2.to(gates.dtype.element_ty), mask=there)
+            tl.store(to_gates + 3 * gate, a3.to(gates.dtype.element_ty), mask=there)
+            if CELL != 1:
+                tl.store(states + at_step, c, mask=there)
+            if CELL == 2:
+                tl.store(states + of_states + at_step, n, mask=there)
+                tl.store(states + 2 * of_states + at_step, m, mask=there)
+    tl.store(last + each, h, mask=there)
+    if CELL != 1:
+        tl.store(last + of_state + each, c, mask=there)
+    if CELL == 2:
+        tl.store(last + 2 * of_state + each, n, mask=there)
+        tl.store(last + 3 * of_state + each, m, mask=there)
+
+
+@triton.jit
+def backward_steps(dout, dlast, weight, state, out, gates, states, dx, dstate, dthird, batch, time, heads,
+                   SIZE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, GATES: tl.constexpr, CELL: tl.constexpr,
+                   PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    head = tl.program_id(0)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    at, of = tl.arange(0, DIM), tl.arange(0, DIM)
+    there = (row[:, None] < batch) & (at[None, :] < SIZE)
+    inside = (of[:, None] < SIZE) & (at[None, :] < SIZE)
+    matrix = weight + (head * SIZE + of[:, None]) * SIZE + at[None, :]
+    gate_matrix = heads * SIZE * SIZE
+    w0 = tl.load(matrix, mask=inside, other=0.0)
+    w1 = tl.load(matrix + gate_matrix, mask=inside, other=0.0)
+    w2 = tl.load(matrix + 2 * gate_matrix, mask=inside, other=0.0)
+    if CELL != 1:
+        w3 = tl.load(matrix + 3 * gate_matrix, mask=inside, other=0.0)
+    each = (row[:, None].to(tl.int64) * heads + head) * SIZE + at[None, :]
+    of_state = batch.to(tl.int64) * heads * SIZE
+    of_states = of_state * time
+    dh = tl.load(dlast + each, mask=there, other=0.0)
+    if CELL != 1:
+        dc = tl.load(dlast + of_state + each, mask=there, other=0.0)
+    if CELL == 2:
+        dn = tl.load(dlast + 2 * of_state + each, mask=there, other=0.0)
+        dm = tl.load(dlast + 3 * of_state + each, mask=there, other=0.0)
+    gate = heads * SIZE
+    for back in range(time):
+        step = time - 1 - back
+        place = row[:, None].to(tl.int64) * time + step
+        at_step = place * gate + head * SIZE + at[None, :]
+        number = row[:, None] * 0 + step
+        earlier, begun = there & (number > 0), there & (number == 0)
+        dh += tl.load(dout + at_step, mask=there, other=0.0).to(tl.float32)
+        from_gates = gates + place * 4 * gate + head * SIZE + at[None, :]
+        a0 = tl.load(from_gates, mask=there, other=0.0).to(tl.float32)
+        a1 = tl.load(from_gates + gate, mask=there, other=0.0).to(tl.float32)
+        a2 = tl.load(from_gates + 2 * gate, mask=there, other=0.0).to(tl.float32)
+        a3 = tl.load(from_gates + 3 * gate, mask=there, other=0.0).to(tl.float32)
+        to_x = dx + place * GATES * gate + head * SIZE + at[None, :]
+        if CELL == 1:
+            h = tl.load(out + at_step - gate, mask=earlier, other=0.0).to(tl.float32)
+            h += tl.load(state + each, mask=begun, other=0.0)
+            d2 = dh * (1.0 - a1) * (1.0 - a2 * a2)
+            d0 = d2 * a3 * a0 * (1.0 - a0)
+            d1 = dh * (h - a2) * a1 * (1.0 - a1)
+            third = d2 * a0
+            tl.store(dthird + at_step, third.to(dthird.dtype.element_ty), mask=there)
+            dh = dh * a1 + _dot(d0, w0, PRECISION) + _dot(d1, w1, PRECISION) + _dot(third, w2, PRECISION)
+        else:
+            c = tl.load(states + at_step, mask=there, other=0.0)
+            c_before = tl.load(states + at_step - gate, mask=earlier, other=0.0)
+            c_before += tl.load(state + of_state + each, mask=begun, other=0.0)
+        if CELL == 0:
+            bent = _tanh(c)
+            dc += dh * a3 * (1.0 - bent * bent)
+            d0 = dc * a2 * a0 * (1.0 - a0)
+            d1 = dc * c_before * a1 * (1.0 - a1)
+            d2 = dc * a0 * (1.0 - a2 * a2)
+            d3 = dh * bent * a3 * (1.0 - a3)
+            dc = dc * a1
+        if CELL == 2:
+            n = tl.load(states + of_states + at_step, mask=there, other=1.0)
+            m = tl.load(states + 2 * of_states + at_step, mask=there, other=0.0)
+            n_before = tl.load(states + of_states + at_step - gate, mask=earlier, other=0.0)
+            n_before += tl.load(state + 2 * of_state + each, mask=begun, other=0.0)
+            m_before = tl.load(states + 2 * of_states + at_step - gate, mask=earlier, other=0.0)
+            m_before += tl.load(state + 3 * of_state + each, mask=begun, other=0.0)
+            forget = _log_sigmoid(a1) + m_before
+            enter, stay, z, o = tl.exp(a0 - m), tl.exp(forget - m), _tanh(a2), tl.sigmoid(a3)
+            d3 = dh * c / n * o * (1.0 - o)
+            dc += dh * o / n
+            dn -= dh * o * c / (n * n)
+            d2 = dc * enter * (1.0 - z * z)
+            denter, dstay = (dc * z + dn) * enter, (dc * c_before + dn * n_before) * stay
+            dm = dm - denter - dstay
+            d0 = denter + tl.where(a0 >= forget, dm, 0.0)
+            dm = dstay + tl.where(a0 >= forget, 0.0, dm)
+            d1 = dm * tl.sigmoid(-a1)
+            dc, dn = dc * stay, dn * stay
+        tl.store(to_x, d0.to(dx.dtype.element_ty), mask=there)
+        tl.store(to_x + gate, d1.to(dx.dtype.element_ty), mask=there)
+        tl.store(to_x + 2 * gate, d2.to(dx.dtype.element_ty), mask=there)
+        if CELL != 1:
+            tl.store(to_x + 3 * gate, d3.to(dx.dtype.element_ty), mask=there)
+            dh = _dot(d0, w0, PRECISION) + _dot(d1, w1, PRECISION) + _dot(d2, w2, PRECISION) + _dot(d3, w3, PRECISION)
+    tl.store(dstate + each, dh, mask=there)
+    if CELL != 1:
+        tl.store(dstate + of_state + each, dc, mask=there)
+    if CELL == 2:
+        tl.store(dstate + 2 * of_state + each, dn, mask=there)
+        tl.store(dstate + 3 * of_state + each, dm, mask=there)
+
+
+def _shape(size: int, dtype: torch.dtype, cell: str) -> dict[str, object]:
+    exact = torch.get_float32_matmul_precision() == "highest"
+    return {
+        "SIZE": size, "DIM": max(16, triton.next_power_of_2(size)), "ROWS": ROWS, "GATES": CELLS[cell], "CELL": CELL[cell],
+        "PRECISION": "tf32x3" if exact else "tf32", "num_warps": 4, "num_stages": 1,
+    }  # fmt: skip
+
+
+def serves(x: Tensor, size: int) -> bool:
+    return size <= MOST and x.dtype != torch.float64
+
+
+def forward(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor, cell: str, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch, time, _, heads, size = x.shape
+    if not serves(x, size):
+        return by_steps(x, weight, bias, state, cell, keep)
+    wide = wider(x.dtype)
+    out, last = x.new_empty(batch, time, heads, size), torch.empty_like(state, dtype=wide)
+    if keep:
+        gates = x.new_empty(batch, time, KEPT_GATES, heads, size, dtype=wide if cell == "slstm" else x.dtype)
+        states = x.new_empty(STATES[cell] - 1, batch, time, heads, size, dtype=wide)
+    else:
+        gates, states = x.new_empty(0), x.new_empty(0)
+    if batch:
+        forward_steps[(heads, triton.cdiv(batch, ROWS))](
+            x, weight, bias, state.to(wide), out, last, gates, states, batch, time, heads, KEEP=keep, **_shape(size, x.dtype, cell)
+        )  # fmt: skip
+    return out, last, gates, states
+
+
+def backward(
+    dout: Tensor, dlast: Tensor, weight: Tensor, state: Tensor, out: Tensor, gates: Tensor, states: Tensor, cell: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, time, heads, size = out.shape
+    if not serves(out, size):
+        return by_steps_backward(dout, dlast, weight, state, out, gates, states, cell)
+    wide = wider(out.dtype)
+    dx, dstate = out.new_empty(batch, time, CELLS[cell], heads, size), torch.empty_like(dlast, dtype=wide)
+    dthird = torch.empty_like(out) if cell == "gru" and time else out.new_empty(0)
+    if batch:
+        backward_steps[(heads, triton.cdiv(batch, ROWS))](
+            dout, dlast.to(wide), weight, state.to(wide), out, gates, states, dx, dstate, dthird, batch, time, heads,
+            **_shape(size, out.dtype, cell),
+        )  # fmt: skip
+    return dx, dstate, dthird
