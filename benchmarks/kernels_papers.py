@@ -117,7 +117,7 @@ def run(names: list[str], device: str, small: bool, out: Path | None, budget: fl
                 if case.error is not None:
                     row["error"] = float(case.error())
                 row |= compared(clock, case, budget)
-                row["facts"] = case.facts() if case.facts else {}
+                row["facts"] = case.facts(row["seconds"]) if case.facts else {}
             except Exception as error:  # the next case can still tell something
                 row["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
             if out:

@@ -95,7 +95,8 @@ def test_one_reference_and_no_lengths() -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"smoothing": "method1"}, "is not known"), ({"weights": ()}, "0 weights"), ({"weights": (0.5, 0.5), "smoothing": "interpolate"}, "2 weights"),
+        ({"smoothing": "method1"}, "is not known"), ({"weights": ()}, "0 weights"),
+        ({"weights": (0.5, 0.5), "smoothing": "interpolate"}, "2 weights"),
         ({"lengths": torch.tensor([1, 2, 3])}, "lengths are"), ({"references": torch.zeros(3, 1, 4, dtype=torch.long)}, "references"),
         ({"hypotheses": torch.zeros(2, 4)}, "float32"),
     ],

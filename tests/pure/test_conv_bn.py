@@ -95,15 +95,16 @@ def test_training_mode_is_left_alone() -> None:
 
 
 def test_a_resnet_keeps_less() -> None:
+    """One tensor behind each convolution and not two; weights, scaled anew, are kept as well."""
     torch.manual_seed(0)
-    model = drawn(resnet.ResNet(depths=(1, 1, 1, 1), width=16, classes=10)).double().eval()
-    x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    model = drawn(resnet.ResNet(depths=(1, 1, 1, 1), width=8, classes=10)).eval()
+    x = torch.randn(4, 3, 128, 128)
     before = kept_bytes(model, x)
     tuned = tune(model)
-    assert len(tuned.pairs) >= 12 and not tuned.left
-    assert kept_bytes(model, x) < 0.8 * before
+    assert len(tuned.pairs) == 17 and not tuned.left
+    assert kept_bytes(model, x) < 0.6 * before
     tuned.revert()
-    same_as_evaluation(model, x)
+    same_as_evaluation(model.double(), x[:2, :, :32, :32].double())
 
 
 def test_what_cannot_be_traced() -> None:

@@ -69,9 +69,12 @@ def test_chains_that_are_none(steps: Any, kind: type[UserError], told: str) -> N
 @pytest.mark.parametrize(
     ("x", "operands", "told"),
     [
-        (torch.ones(3), {}, "operands"), (torch.ones(3), {"a": torch.ones(2)}, "does not fit"), (torch.ones(3), {"a": Along(1, torch.ones(3))}, "does not fit"),
-        ([torch.ones(3), torch.ones(3)], {"a": torch.ones(3)}, "does not fit"), ([torch.ones(3), torch.ones(3).half()], {"a": torch.ones(1)}, "several formats"),
-        (torch.ones(1, 1, 1, 1, 1), {"a": torch.ones(1)}, "five|5 dimensions"),
+        (torch.ones(3), {}, "operands"),
+        (torch.ones(3), {"a": torch.ones(2)}, "does not fit"),
+        (torch.ones(3), {"a": Along(1, torch.ones(3))}, "does not fit"),
+        ([torch.ones(3), torch.ones(3)], {"a": torch.ones(3)}, "does not fit"),
+        ([torch.ones(3), torch.ones(3).half()], {"a": torch.ones(1)}, "several formats"),
+        (torch.ones(1, 1, 1, 1, 1), {"a": torch.ones(1)}, "5 dimensions"),
     ],
 )  # fmt: skip
 def test_operands_that_do_not_fit(x: Any, operands: Any, told: str) -> None:

@@ -64,7 +64,8 @@ def plain(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor, cell: str) -> 
 
 def given(cell: str, dtype: torch.dtype = torch.float64, batch: int = 3, time: int = 5, heads: int = 2, size: int = 4) -> list[Tensor]:
     torch.manual_seed(1)
-    shapes = [(batch, time, CELLS[cell], heads, size), (CELLS[cell], heads, size, size), (CELLS[cell], heads, size), (STATES[cell], batch, heads, size)]
+    gates = CELLS[cell]
+    shapes = [(batch, time, gates, heads, size), (gates, heads, size, size), (gates, heads, size), (STATES[cell], batch, heads, size)]
     x, weight, bias, state = (torch.randn(shape, dtype=dtype) for shape in shapes)
     if cell == "slstm":
         state[2] = 1 + state[2].abs()

@@ -73,13 +73,13 @@ def peak(run: Callable[[], Any]) -> int:
 
 
 def test_the_partial_products_are_never_all_there() -> None:
-    """A hub that all rows share: 400 × 400 results from 8,000,000 products, of 16 bytes each."""
-    a, b = torch.ones(400, 50, dtype=torch.float64), torch.ones(50, 400, dtype=torch.float64)
+    """A hub that all rows share: 40 × 400 results from 1,600,000 products, of 16 bytes each."""
+    a, b = torch.ones(40, 100, dtype=torch.float64), torch.ones(100, 400, dtype=torch.float64)
     left, right = a.to_sparse_csr(), b.to_sparse_csr()
-    products, result = 400 * 50 * 400, 400 * 400 * 16
-    taken = peak(lambda: sparse_product(left, right, products=1 << 14))
-    assert taken < 3 * result + 200 * (1 << 14) + 24 * left.values().numel() < products * 16 / 8
-    torch.testing.assert_close(sparse_product(left, right, products=1 << 14).to_dense(), a @ b)
+    products, result, at_once = 40 * 100 * 400, 40 * 400 * 16, 1 << 13
+    taken = peak(lambda: sparse_product(left, right, products=at_once))
+    assert taken < 4 * result + 250 * at_once < products * 16 / 8
+    torch.testing.assert_close(sparse_product(left, right, products=at_once).to_dense(), a @ b)
 
 
 def test_bad_input() -> None:

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from foretell.errors import UserError
 from foretell.kernels.papers.tensor_product import (
-    FORMS, equivalent, expressivity, fastest, harmonics, paths, real_clebsch_gordan, tensor_product, weights,
+    FORMS,
+    equivalent,
+    expressivity,
+    fastest,
+    harmonics,
+    paths,
+    real_clebsch_gordan,
+    tensor_product,
+    weights,
 )  # fmt: skip
 
 DEGREE = 3

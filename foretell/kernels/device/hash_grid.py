@@ -78,7 +78,7 @@ def encode_and_mlp(x, table, sides, w1, b1, w2, b2, out, points, entries, hidden
                    RESULTS: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
     point = tl.program_id(0).to(tl.int64) * POINTS + tl.arange(0, POINTS)
     feature, unit, result = tl.arange(0, WIDE), tl.arange(0, HIDDEN), tl.arange(0, RESULTS)
-    total, there = _features(x, table, sides, point, feature, points, entries, LEVELS, EACH, POINTS, WIDE)
+    total, _ = _features(x, table, sides, point, feature, points, entries, LEVELS, EACH, POINTS, WIDE)
     first = tl.load(w1 + unit[None, :] * (LEVELS * EACH) + feature[:, None],
                     mask=(unit[None, :] < hidden) & (feature[:, None] < LEVELS * EACH), other=0.0)  # fmt: skip
     inner = tl.dot(total.to(first.dtype), first, input_precision=PRECISION).to(tl.float32)

@@ -131,7 +131,8 @@ def hash_mlp(x: Tensor, table: Tensor, sides: Tensor, entries: int, layers: tupl
 def _check(x: Tensor, table: Tensor, sides: Tensor, entries: int) -> None:
     if x.dim() != 2 or x.shape[1] != 3 or table.dim() != 2 or table.shape[0] != sides.numel() * entries:
         raise UserError(
-            f"points {tuple(x.shape)}, table {tuple(table.shape)}, {sides.numel()} levels of {entries}", "(points, 3) and (levels · entries, features)"
+            f"points {tuple(x.shape)}, table {tuple(table.shape)}, {sides.numel()} levels of {entries}",
+            "(points, 3) and (levels · entries, features)",
         )
 
 

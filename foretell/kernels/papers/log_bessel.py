@@ -101,7 +101,7 @@ def _log_iv(v: Tensor, x: Tensor) -> Tensor:
     zero = (x == 0) & (v >= 0)
     return _by_case(v, x, [
         (large, _iv_large_order), (series, _iv_series), (valid & ~large & ~series, _iv_large_argument),
-        (zero, lambda v, x: torch.where(v == 0, 0.0, -torch.inf)), ((x == torch.inf) & (v >= 0), lambda v, x: x),
+        (zero, lambda v, x: torch.where(v == 0, x, x - torch.inf)), ((x == torch.inf) & (v >= 0), lambda v, x: x),
     ])  # fmt: skip
 
 

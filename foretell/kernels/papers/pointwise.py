@@ -147,7 +147,8 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, steps: Chain, count: int, operands: Mapping[str, Tensor | Along], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.steps, ctx.count, ctx.kinds = steps, count, {name: getattr(one, "dim", None) if isinstance(one, Along) else None for name, one in operands.items()}
+        ctx.steps, ctx.count = steps, count
+        ctx.kinds = {name: one.dim if isinstance(one, Along) else None for name, one in operands.items()}
         ctx.save_for_backward(*tensors)
         return tuple(launched("pointwise.run")(steps, list(tensors[:count]), operands))
 

@@ -68,12 +68,13 @@ def sharded_attention(query: Tensor, key: Tensor, value: Tensor, sharding: Shard
             f"queries {tuple(query.shape)}, keys {tuple(key.shape)}, values {tuple(value.shape)}", "(batch, heads, tokens, size) with equal tokens"
         )
     if query.is_cuda and tokens % sharding.block == 0 and sharding.block % 128 == 0:
-        return _flexible()(query, key, value, block_mask=_block_mask(sharding, tokens, heads, query.device), scale=scale, enable_gqa=heads != kv_heads)
+        mask = _block_mask(sharding, tokens, heads, query.device)
+        return _flexible()(query, key, value, block_mask=mask, scale=scale, enable_gqa=heads != kv_heads)
     return _gathered(query, key, value, sharding, scale)
 
 
 def _gathered(query: Tensor, key: Tensor, value: Tensor, sharding: Sharding, scale: float | None) -> Tensor:
-    batch, heads, tokens, _ = query.shape
+    _, heads, tokens, _ = query.shape
     group, block = heads // key.shape[1], sharding.block
     blocks = -(-tokens // block)
     seen = sharding.seen(blocks, heads, query.device)
@@ -83,7 +84,7 @@ def _gathered(query: Tensor, key: Tensor, value: Tensor, sharding: Sharding, sca
     for i in range(blocks):
         rows = slice(i * block, min(tokens, (i + 1) * block))
         most = int(seen[:, i].sum(-1).amax())
-        chosen = seen[:, i].to(torch.int8).argsort(-1, descending=True, stable=True)[:, :most]  # (heads, most), those seen first
+        chosen = seen[:, i].to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :most]  # (heads, most), those seen first
         there = seen[:, i].gather(-1, chosen)
         places = (chosen[..., None] * block + within).flatten(1)
         place = torch.arange(rows.start, rows.stop, device=query.device)

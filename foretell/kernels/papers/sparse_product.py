@@ -2,7 +2,7 @@
 
 Shivdikar et al. 2021, "SMASH: Sparse Matrix Atomic Scratchpad Hashing". For some rows of the left matrix at a time, as many as have
 `products` partial products, each product is put under its (row, column) into a table with linear probing and added to what is there.
-Memory beyond the result is about 100 bytes for each of `products`, whatever the matrices are.
+Memory beyond the result is about 200 bytes for each of `products`, whatever the matrices are.
 
 For matrices in CSR format, on any device. `torch.sparse.mm` is faster where MKL or cuSPARSE has the memory it wants; this one is for where
 they have not.
