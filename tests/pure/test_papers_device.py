@@ -20,7 +20,7 @@ FORMATS = [(torch.float32, 1e-5), (torch.float16, 2e-2)]
 
 
 def off(found: Tensor, want: Tensor) -> float:
-    return float((found.double() - want.double()).norm() / want.double().norm())
+    return float((found.detach().double() - want.detach().double()).norm() / want.detach().double().norm())
 
 
 @pytest.mark.parametrize("cell", recurrent.CELLS)
