@@ -38,6 +38,26 @@ def _dot(a, b, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _four(at, stride, there, GATES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What three or four gates have at a step."""
+    a0 = tl.load(at, mask=there, other=0.0)
+    a1 = tl.load(at + stride, mask=there, other=0.0)
+    a2 = tl.load(at + 2 * stride, mask=there, other=0.0)
+    a3 = a2
+    if GATES == 4:
+        a3 = tl.load(at + 3 * stride, mask=there, other=0.0)
+    return a0, a1, a2, a3
+
+
+@triton.jit
+def _before(kept, first, step, gate, there, row):  # type: ignore[no-untyped-def]
+    """A state before a step: what was kept after the one before, or the first state; `kept` is where the step's own is."""
+    number = row[:, None] * 0 + step
+    earlier = tl.load(kept - gate, mask=there & (number > 0), other=0.0).to(tl.float32)
+    return earlier + tl.load(first, mask=there & (number == 0), other=0.0)
+
+
+@triton.jit
 def forward_steps(x, weight, bias, state, out, last, gates, states, batch, time, heads,
                   SIZE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, GATES: tl.constexpr, CELL: tl.constexpr, KEEP: tl.constexpr,
                   PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
@@ -46,38 +66,30 @@ def forward_steps(x, weight, bias, state, out, last, gates, states, batch, time,
     at, into = tl.arange(0, DIM), tl.arange(0, DIM)
     there = (row[:, None] < batch) & (at[None, :] < SIZE)
     inside = (into[:, None] < SIZE) & (at[None, :] < SIZE)
-    matrix = weight + (head * SIZE + at[None, :]) * SIZE + into[:, None]
-    gate_matrix = heads * SIZE * SIZE
-    w0 = tl.load(matrix, mask=inside, other=0.0)
-    w1 = tl.load(matrix + gate_matrix, mask=inside, other=0.0)
-    w2 = tl.load(matrix + 2 * gate_matrix, mask=inside, other=0.0)
-    b0 = tl.load(bias + head * SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
-    b1 = tl.load(bias + (heads + head) * SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
-    b2 = tl.load(bias + (2 * heads + head) * SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
-    if CELL != 1:
-        w3 = tl.load(matrix + 3 * gate_matrix, mask=inside, other=0.0)
-        b3 = tl.load(bias + (3 * heads + head) * SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
-    each = (row[:, None].to(tl.int64) * heads + head) * SIZE + at[None, :]
-    of_state = batch.to(tl.int64) * heads * SIZE
+    w0, w1, w2, w3 = _four(weight + (head * SIZE + at[None, :]) * SIZE + into[:, None], heads * SIZE * SIZE, inside, GATES)
+    b0, b1, b2, b3 = _four(bias + head * SIZE + at, heads * SIZE, at < SIZE, GATES)
+    gate = heads * SIZE
+    each = row[:, None].to(tl.int64) * gate + head * SIZE + at[None, :]
+    of_state = batch.to(tl.int64) * gate
     h = tl.load(state + each, mask=there, other=0.0)
     if CELL != 1:
         c = tl.load(state + of_state + each, mask=there, other=0.0)
     if CELL == 2:
         n = tl.load(state + 2 * of_state + each, mask=there, other=1.0)
         m = tl.load(state + 3 * of_state + each, mask=there, other=0.0)
-    of_states = of_state * time
+    at_step = row[:, None].to(tl.int64) * time * gate + head * SIZE + at[None, :]
+    from_x = x + row[:, None].to(tl.int64) * time * GATES * gate + head * SIZE + at[None, :]
+    x0, x1, x2, x3 = _four(from_x, gate, there, GATES)
     for step in range(time):
-        place = row[:, None].to(tl.int64) * time + step
-        gate = heads * SIZE
-        from_x = x + place * GATES * gate + head * SIZE + at[None, :]
-        a0 = tl.load(from_x, mask=there, other=0.0).to(tl.float32) + b0[None, :]
-        a1 = tl.load(from_x + gate, mask=there, other=0.0).to(tl.float32) + b1[None, :]
-        a2 = tl.load(from_x + 2 * gate, mask=there, other=0.0).to(tl.float32)
-        if CELL != 1:
-            a3 = tl.load(from_x + 3 * gate, mask=there, other=0.0).to(tl.float32) + b3[None, :]
+        a0 = x0.to(tl.float32) + b0.to(tl.float32)[None, :]
+        a1 = x1.to(tl.float32) + b1.to(tl.float32)[None, :]
+        a2 = x2.to(tl.float32)
+        a3 = x3.to(tl.float32) + b3.to(tl.float32)[None, :]
+        from_x += tl.where(step + 1 < time, GATES * gate, 0)  # the next step's are on their way while this one is computed
+        x0, x1, x2, x3 = _four(from_x, gate, there, GATES)
         a0 += _dot(h, w0, PRECISION)
         a1 += _dot(h, w1, PRECISION)
-        own = _dot(h, w2, PRECISION) + b2[None, :]
+        own = _dot(h, w2, PRECISION) + b2.to(tl.float32)[None, :]
         if CELL == 1:
             a0, a1 = tl.sigmoid(a0), tl.sigmoid(a1)
             a2 = _tanh(a2 + a0 * own)
@@ -97,10 +109,9 @@ def forward_steps(x, weight, bias, state, out, last, gates, states, batch, time,
             c = stay * c + enter * _tanh(a2)
             n = stay * n + enter
             h = tl.sigmoid(a3) * c / n
-        at_step = place * gate + head * SIZE + at[None, :]
         tl.store(out + at_step, h.to(out.dtype.element_ty), mask=there)
         if KEEP:
-            to_gates = gates + place * 4 * gate + head * SIZE + at[None, :]
+            to_gates = gates + 4 * at_step - 3 * (head * SIZE + at[None, :])
             tl.store(to_gates, a0.to(gates.dtype.element_ty), mask=there)
             tl.store(to_gates + gate, a1.to(gates.dtype.element_ty), mask=there)
             tl.store(to_gates + 2 * gate, a2.to(gates.dtype.element_ty), mask=there)
@@ -108,8 +119,9 @@ def forward_steps(x, weight, bias, state, out, last, gates, states, batch, time,
             if CELL != 1:
                 tl.store(states + at_step, c, mask=there)
             if CELL == 2:
-                tl.store(states + of_states + at_step, n, mask=there)
-                tl.store(states + 2 * of_states + at_step, m, mask=there)
+                tl.store(states + of_state * time + at_step, n, mask=there)
+                tl.store(states + 2 * of_state * time + at_step, m, mask=there)
+        at_step += gate
     tl.store(last + each, h, mask=there)
     if CELL != 1:
         tl.store(last + of_state + each, c, mask=there)
@@ -127,76 +139,75 @@ def backward_steps(dout, dlast, weight, state, out, gates, states, dx, dstate, d
     at, of = tl.arange(0, DIM), tl.arange(0, DIM)
     there = (row[:, None] < batch) & (at[None, :] < SIZE)
     inside = (of[:, None] < SIZE) & (at[None, :] < SIZE)
-    matrix = weight + (head * SIZE + of[:, None]) * SIZE + at[None, :]
-    gate_matrix = heads * SIZE * SIZE
-    w0 = tl.load(matrix, mask=inside, other=0.0)
-    w1 = tl.load(matrix + gate_matrix, mask=inside, other=0.0)
-    w2 = tl.load(matrix + 2 * gate_matrix, mask=inside, other=0.0)
-    if CELL != 1:
-        w3 = tl.load(matrix + 3 * gate_matrix, mask=inside, other=0.0)
-    each = (row[:, None].to(tl.int64) * heads + head) * SIZE + at[None, :]
-    of_state = batch.to(tl.int64) * heads * SIZE
+    w0, w1, w2, w3 = _four(weight + (head * SIZE + of[:, None]) * SIZE + at[None, :], heads * SIZE * SIZE, inside, GATES)
+    gate = heads * SIZE
+    column = head * SIZE + at[None, :]
+    each = row[:, None].to(tl.int64) * gate + column
+    of_state = batch.to(tl.int64) * gate
     of_states = of_state * time
+    at_step = (row[:, None].to(tl.int64) * time + time - 1) * gate + column
+    kept = out
+    first = state
     dh = tl.load(dlast + each, mask=there, other=0.0)
     if CELL != 1:
+        kept, first = states, state + of_state
         dc = tl.load(dlast + of_state + each, mask=there, other=0.0)
+        c = tl.load(states + at_step, mask=there, other=0.0)
     if CELL == 2:
         dn = tl.load(dlast + 2 * of_state + each, mask=there, other=0.0)
         dm = tl.load(dlast + 3 * of_state + each, mask=there, other=0.0)
-    gate = heads * SIZE
+        n = tl.load(states + of_states + at_step, mask=there, other=1.0)
+        m = tl.load(states + 2 * of_states + at_step, mask=there, other=0.0)
+        n_next = _before(states + of_states + at_step, first + of_state + each, time - 1, gate, there, row)
+        m_next = _before(states + 2 * of_states + at_step, first + 2 * of_state + each, time - 1, gate, there, row)
+    before_next = _before(kept + at_step, first + each, time - 1, gate, there, row)
+    up_next = tl.load(dout + at_step, mask=there, other=0.0)
+    g0, g1, g2, g3 = _four(gates + 4 * at_step - 3 * column, gate, there, 4)
     for back in range(time):
-        step = time - 1 - back
-        place = row[:, None].to(tl.int64) * time + step
-        at_step = place * gate + head * SIZE + at[None, :]
-        number = row[:, None] * 0 + step
-        earlier, begun = there & (number > 0), there & (number == 0)
-        dh += tl.load(dout + at_step, mask=there, other=0.0).to(tl.float32)
-        from_gates = gates + place * 4 * gate + head * SIZE + at[None, :]
-        a0 = tl.load(from_gates, mask=there, other=0.0).to(tl.float32)
-        a1 = tl.load(from_gates + gate, mask=there, other=0.0).to(tl.float32)
-        a2 = tl.load(from_gates + 2 * gate, mask=there, other=0.0).to(tl.float32)
-        a3 = tl.load(from_gates + 3 * gate, mask=there, other=0.0).to(tl.float32)
-        to_x = dx + place * GATES * gate + head * SIZE + at[None, :]
+        before = before_next
+        dh += up_next.to(tl.float32)
+        a0, a1, a2, a3 = g0.to(tl.float32), g1.to(tl.float32), g2.to(tl.float32), g3.to(tl.float32)
+        to_x = dx + GATES * at_step - (GATES - 1) * column
+        here = at_step
+        step = tl.maximum(time - 2 - back, 0)  # the one before is on its way while this one is computed
+        at_step -= tl.where(back + 1 < time, gate, 0)
+        before_next = _before(kept + at_step, first + each, step, gate, there, row)
+        up_next = tl.load(dout + at_step, mask=there, other=0.0)
+        g0, g1, g2, g3 = _four(gates + 4 * at_step - 3 * column, gate, there, 4)
         if CELL == 1:
-            h = tl.load(out + at_step - gate, mask=earlier, other=0.0).to(tl.float32)
-            h += tl.load(state + each, mask=begun, other=0.0)
             d2 = dh * (1.0 - a1) * (1.0 - a2 * a2)
             d0 = d2 * a3 * a0 * (1.0 - a0)
-            d1 = dh * (h - a2) * a1 * (1.0 - a1)
+            d1 = dh * (before - a2) * a1 * (1.0 - a1)
             third = d2 * a0
-            tl.store(dthird + at_step, third.to(dthird.dtype.element_ty), mask=there)
+            tl.store(dthird + here, third.to(dthird.dtype.element_ty), mask=there)
             dh = dh * a1 + _dot(d0, w0, PRECISION) + _dot(d1, w1, PRECISION) + _dot(third, w2, PRECISION)
-        else:
-            c = tl.load(states + at_step, mask=there, other=0.0)
-            c_before = tl.load(states + at_step - gate, mask=earlier, other=0.0)
-            c_before += tl.load(state + of_state + each, mask=begun, other=0.0)
         if CELL == 0:
             bent = _tanh(c)
             dc += dh * a3 * (1.0 - bent * bent)
             d0 = dc * a2 * a0 * (1.0 - a0)
-            d1 = dc * c_before * a1 * (1.0 - a1)
+            d1 = dc * before * a1 * (1.0 - a1)
             d2 = dc * a0 * (1.0 - a2 * a2)
             d3 = dh * bent * a3 * (1.0 - a3)
             dc = dc * a1
         if CELL == 2:
-            n = tl.load(states + of_states + at_step, mask=there, other=1.0)
-            m = tl.load(states + 2 * of_states + at_step, mask=there, other=0.0)
-            n_before = tl.load(states + of_states + at_step - gate, mask=earlier, other=0.0)
-            n_before += tl.load(state + 2 * of_state + each, mask=begun, other=0.0)
-            m_before = tl.load(states + 2 * of_states + at_step - gate, mask=earlier, other=0.0)
-            m_before += tl.load(state + 3 * of_state + each, mask=begun, other=0.0)
+            n_before, m_before = n_next, m_next
+            n_next = _before(states + of_states + at_step, first + of_state + each, step, gate, there, row)
+            m_next = _before(states + 2 * of_states + at_step, first + 2 * of_state + each, step, gate, there, row)
             forget = _log_sigmoid(a1) + m_before
             enter, stay, z, o = tl.exp(a0 - m), tl.exp(forget - m), _tanh(a2), tl.sigmoid(a3)
             d3 = dh * c / n * o * (1.0 - o)
             dc += dh * o / n
             dn -= dh * o * c / (n * n)
             d2 = dc * enter * (1.0 - z * z)
-            denter, dstay = (dc * z + dn) * enter, (dc * c_before + dn * n_before) * stay
+            denter, dstay = (dc * z + dn) * enter, (dc * before + dn * n_before) * stay
             dm = dm - denter - dstay
             d0 = denter + tl.where(a0 >= forget, dm, 0.0)
             dm = dstay + tl.where(a0 >= forget, 0.0, dm)
             d1 = dm * tl.sigmoid(-a1)
             dc, dn = dc * stay, dn * stay
+            n, m = tl.where(there, n_before, 1.0), m_before
+        if CELL != 1:
+            c = before
         tl.store(to_x, d0.to(dx.dtype.element_ty), mask=there)
         tl.store(to_x + gate, d1.to(dx.dtype.element_ty), mask=there)
         tl.store(to_x + 2 * gate, d2.to(dx.dtype.element_ty), mask=there)
@@ -220,7 +231,7 @@ def _shape(size: int, dtype: torch.dtype, cell: str) -> dict[str, object]:
 
 
 def serves(x: Tensor, size: int) -> bool:
-    return size <= MOST and x.dtype != torch.float64
+    return size <= MOST and x.dtype != torch.float64 and x.shape[0] * x.shape[1] > 0
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor, cell: str, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -234,10 +245,9 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor, cell: str, k
         states = x.new_empty(STATES[cell] - 1, batch, time, heads, size, dtype=wide)
     else:
         gates, states = x.new_empty(0), x.new_empty(0)
-    if batch:
-        forward_steps[(heads, triton.cdiv(batch, ROWS))](
-            x, weight, bias, state.to(wide), out, last, gates, states, batch, time, heads, KEEP=keep, **_shape(size, x.dtype, cell)
-        )  # fmt: skip
+    forward_steps[(heads, triton.cdiv(batch, ROWS))](
+        x, weight, bias, state.to(wide), out, last, gates, states, batch, time, heads, KEEP=keep, **_shape(size, x.dtype, cell)
+    )
     return out, last, gates, states
 
 
@@ -249,10 +259,8 @@ def backward(
         return by_steps_backward(dout, dlast, weight, state, out, gates, states, cell)
     wide = wider(out.dtype)
     dx, dstate = out.new_empty(batch, time, CELLS[cell], heads, size), torch.empty_like(dlast, dtype=wide)
-    dthird = torch.empty_like(out) if cell == "gru" and time else out.new_empty(0)
-    if batch:
-        backward_steps[(heads, triton.cdiv(batch, ROWS))](
-            dout, dlast.to(wide), weight, state.to(wide), out, gates, states, dx, dstate, dthird, batch, time, heads,
-            **_shape(size, out.dtype, cell),
-        )  # fmt: skip
+    dthird = torch.empty_like(out) if cell == "gru" else out.new_empty(0)
+    backward_steps[(heads, triton.cdiv(batch, ROWS))](
+        dout, dlast.to(wide), weight, state.to(wide), out, gates, states, dx, dstate, dthird, batch, time, heads, **_shape(size, out.dtype, cell)
+    )
     return dx, dstate, dthird

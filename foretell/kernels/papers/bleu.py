@@ -1,6 +1,6 @@
 """BLEU of each sentence of a batch, from token ids, on the device where they are.
 
-TensorBLEU (Filatov 2025, "TensorBLEU: Vectorized GPU-based BLEU Score Implementation for Per-Sentence In-Training Evaluation").
+TensorBLEU (Filipek 2025, "TensorBLEU: Vectorized GPU-based BLEU Score Implementation for Per-Sentence In-Training Evaluation").
 
     tokens of a row  │ hypothesis │ reference 1 │ reference 2 │ ...
     n-gram ids       rank of (id of the (n-1)-gram that begins here, id of the token that ends it) among those of the row

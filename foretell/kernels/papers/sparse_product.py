@@ -1,6 +1,6 @@
 """Sparse times sparse, by rows, into hash tables: the partial products are never all there at once.
 
-Shivdikar et al. 2021, "SMASH: Sparse Matrix Atomic Scratchpad Hashing". For some rows of the left matrix at a time, as many as have
+Shivdikar 2021, "SMASH: Sparse Matrix Atomic Scratchpad Hashing". For some rows of the left matrix at a time, as many as have
 `products` partial products, each product is put under its (row, column) into a table with linear probing and added to what is there.
 Memory beyond the result is about 200 bytes for each of `products`, whatever the matrices are.
 
