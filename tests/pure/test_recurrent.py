@@ -112,8 +112,9 @@ def test_exponential_gates_do_not_overflow(size: float) -> None:
     assert out.isfinite().all() and last.isfinite().all() and x.grad is not None and x.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", ["gru"])
 def test_the_op_is_a_torch_op(cell: str) -> None:
+    """GRU, which has one result more for its backward."""
     x, weight, bias, state = given(cell, batch=2, time=3)
     torch.library.opcheck(torch.ops.foretell.recurrent.default, (x, weight, bias, state, cell, True))
     compiled = torch.compile(lambda *some: recurrent(*some, cell=cell)[0], backend="aot_eager", fullgraph=True)

@@ -10,7 +10,7 @@ import hashlib
 import importlib.util
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 
 @cache
-def kernel_of(text: str) -> Callable[..., Any]:
+def kernel_of(text: str) -> Any:
     """Imported from a file, which is where Triton reads it."""
     name = "foretell_chain_" + hashlib.sha256(text.encode()).hexdigest()[:16]
     path = Path(_folder().name) / f"{name}.py"

@@ -131,6 +131,34 @@ def forward_steps(x, weight, bias, state, out, last, gates, states, batch, time,
 
 
 @triton.jit
+def _gru_down(dh, before, a0, a1, a2, own):  # type: ignore[no-untyped-def]
+    """Of the gates, of the third recurrent product, and of the state before but for the products."""
+    d2 = dh * (1.0 - a1) * (1.0 - a2 * a2)
+    return d2 * own * a0 * (1.0 - a0), dh * (before - a2) * a1 * (1.0 - a1), d2, d2 * a0, dh * a1
+
+
+@triton.jit
+def _lstm_down(dh, dc, c, before, a0, a1, a2, a3):  # type: ignore[no-untyped-def]
+    bent = _tanh(c)
+    dc += dh * a3 * (1.0 - bent * bent)
+    return dc * a2 * a0 * (1.0 - a0), dc * before * a1 * (1.0 - a1), dc * a0 * (1.0 - a2 * a2), dh * bent * a3 * (1.0 - a3), dc * a1
+
+
+@triton.jit
+def _slstm_down(dh, dc, dn, dm, c, n, m, before, n_before, m_before, a0, a1, a2, a3):  # type: ignore[no-untyped-def]
+    forget = _log_sigmoid(a1) + m_before
+    enter, stay, z, o = tl.exp(a0 - m), tl.exp(forget - m), _tanh(a2), tl.sigmoid(a3)
+    d3 = dh * c / n * o * (1.0 - o)
+    dc += dh * o / n
+    dn -= dh * o * c / (n * n)
+    denter, dstay = (dc * z + dn) * enter, (dc * before + dn * n_before) * stay
+    dm = dm - denter - dstay
+    d0 = denter + tl.where(a0 >= forget, dm, 0.0)
+    dm = dstay + tl.where(a0 >= forget, 0.0, dm)
+    return d0, dm * tl.sigmoid(-a1), dc * enter * (1.0 - z * z), d3, dc * stay, dn * stay, dm
+
+
+@triton.jit
 def backward_steps(dout, dlast, weight, state, out, gates, states, dx, dstate, dthird, batch, time, heads,
                    SIZE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, GATES: tl.constexpr, CELL: tl.constexpr,
                    PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
@@ -175,36 +203,16 @@ def backward_steps(dout, dlast, weight, state, out, gates, states, dx, dstate, d
         up_next = tl.load(dout + at_step, mask=there, other=0.0)
         g0, g1, g2, g3 = _four(gates + 4 * at_step - 3 * column, gate, there, 4)
         if CELL == 1:
-            d2 = dh * (1.0 - a1) * (1.0 - a2 * a2)
-            d0 = d2 * a3 * a0 * (1.0 - a0)
-            d1 = dh * (before - a2) * a1 * (1.0 - a1)
-            third = d2 * a0
+            d0, d1, d2, third, dh = _gru_down(dh, before, a0, a1, a2, a3)
             tl.store(dthird + here, third.to(dthird.dtype.element_ty), mask=there)
-            dh = dh * a1 + _dot(d0, w0, PRECISION) + _dot(d1, w1, PRECISION) + _dot(third, w2, PRECISION)
+            dh += _dot(d0, w0, PRECISION) + _dot(d1, w1, PRECISION) + _dot(third, w2, PRECISION)
         if CELL == 0:
-            bent = _tanh(c)
-            dc += dh * a3 * (1.0 - bent * bent)
-            d0 = dc * a2 * a0 * (1.0 - a0)
-            d1 = dc * before * a1 * (1.0 - a1)
-            d2 = dc * a0 * (1.0 - a2 * a2)
-            d3 = dh * bent * a3 * (1.0 - a3)
-            dc = dc * a1
+            d0, d1, d2, d3, dc = _lstm_down(dh, dc, c, before, a0, a1, a2, a3)
         if CELL == 2:
             n_before, m_before = n_next, m_next
             n_next = _before(states + of_states + at_step, first + of_state + each, step, gate, there, row)
             m_next = _before(states + 2 * of_states + at_step, first + 2 * of_state + each, step, gate, there, row)
-            forget = _log_sigmoid(a1) + m_before
-            enter, stay, z, o = tl.exp(a0 - m), tl.exp(forget - m), _tanh(a2), tl.sigmoid(a3)
-            d3 = dh * c / n * o * (1.0 - o)
-            dc += dh * o / n
-            dn -= dh * o * c / (n * n)
-            d2 = dc * enter * (1.0 - z * z)
-            denter, dstay = (dc * z + dn) * enter, (dc * before + dn * n_before) * stay
-            dm = dm - denter - dstay
-            d0 = denter + tl.where(a0 >= forget, dm, 0.0)
-            dm = dstay + tl.where(a0 >= forget, 0.0, dm)
-            d1 = dm * tl.sigmoid(-a1)
-            dc, dn = dc * stay, dn * stay
+            d0, d1, d2, d3, dc, dn, dm = _slstm_down(dh, dc, dn, dm, c, n, m, before, n_before, m_before, a0, a1, a2, a3)
             n, m = tl.where(there, n_before, 1.0), m_before
         if CELL != 1:
             c = before

@@ -69,8 +69,8 @@ def ngram_matches(
     """n-grams of each hypothesis that its references have too, clipped, and all it has: (batch, order) each."""
     tokens = hypotheses.shape[1] + references.shape[1] * references.shape[2]
     rows = max(1, tokens_at_once // max(1, tokens))
-    pieces = zip(*(one.split(rows) for one in (hypotheses, references, lengths, reference_lengths)), strict=True)
-    found = [_matches(*piece, order) for piece in pieces]
+    pieces = zip(hypotheses.split(rows), references.split(rows), lengths.split(rows), reference_lengths.split(rows), strict=True)
+    found = [_matches(hyp, refs, some, others, order) for hyp, refs, some, others in pieces]
     span = torch.arange(order, device=lengths.device)
     return torch.cat(found), (lengths.clamp(min=0)[:, None] - span).clamp(min=0)
 

@@ -122,7 +122,7 @@ def _log_kv(v: Tensor, x: Tensor) -> Tensor:
 def debye() -> tuple[tuple[float, ...], ...]:
     """Coefficients of U_k(t) / t^k by powers of t², k = 0, 1, ...: U_{k+1} = t²(1-t²)/2·U_k' + 1/8·∫(1-5s²)·U_k."""
     poly = {0: Fraction(1)}
-    found = [(1.0,)]
+    found: list[tuple[float, ...]] = [(1.0,)]
     for k in range(1, DEBYE):
         following: dict[int, Fraction] = {}
         for power, factor in poly.items():

@@ -141,7 +141,8 @@ def by_steps(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor, cell: str, 
     into = weight.permute(1, 3, 0, 2).reshape(heads, size, count * size).to(wide)
     add = bias.transpose(0, 1).reshape(heads, 1, count * size).to(wide)
     now = tuple(one.transpose(0, 1) for one in state.to(wide))
-    outs, gates, states = [], [], []
+    outs, gates = [], []
+    states: list[Tensor] = []
     for at in range(time):
         own = torch.baddbmm(add, now[0], into).view(heads, batch, count, size)
         now, kept = step(cell, steps[at].unbind(2), own.unbind(2), now)
