@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foretell.kernels.papers.log_bessel import log_iv, log_kv
 
-ORDERS = (0.0, 1e-3, 0.3, 0.5, 0.999, 1.0, 2.25, 7.7, 14.99, 15.0, 40.0, 500.0)
+ORDERS = (0.0, 1e-3, 0.3, 0.5, 0.999, 1.0, 2.25, 7.7, 14.99, 15.0, 40.0, 100.0)
 ARGUMENTS = (1e-12, 1e-3, 0.7, 2.0, 2.01, 12.0, 64.9, 65.1, 500.0, 3000.0)
 BAR = 1e-13
 
@@ -44,6 +44,22 @@ def test_thirteen_digits(name: str) -> None:
 @pytest.mark.parametrize(("v", "x"), [(1e6, 10.0), (1e6, 1e9), (32768 / 2 - 1, 1e4), (1e150, 1e150), (3.0, 1e300), (1e150, 1e-150), (0.2, 1e-300)])
 def test_never_infinite(v: float, x: float) -> None:
     assert math.isfinite(log_iv(v, x)) and math.isfinite(log_kv(v, x))
+
+
+@pytest.mark.parametrize(("v", "x"), [(500.0, 500.0), (500.0, 3000.0), (16_383.0, 1e4), (1e6, 1e5), (14.5, 1e8), (1e4, 1.0)])
+def test_the_wronskian(v: float, x: float) -> None:
+    """I_v K_{v+1} + I_{v+1} K_v = 1/x, to what logarithms of that size leave of their differences."""
+    one, other = log_iv(v, x) + log_kv(v + 1, x), log_iv(v + 1, x) + log_kv(v, x)
+    assert abs(torch.logaddexp(one, other).item() + math.log(x)) <= 4 * 2**-52 * max(1.0, abs(log_iv(v, x).item()), abs(log_kv(v, x).item()))
+
+
+@pytest.mark.parametrize("v", [1e3, 1e4])
+def test_where_log_i_is_near_zero(v: float) -> None:
+    """Its two large parts cancel: what is left is as exact as they are."""
+    for share in (0.662, 0.6628, 0.664):
+        with mpmath.workdps(40):
+            want = exact("I", v, share * v)
+        assert abs(log_iv(v, share * v).item() - want) <= 1e-15 * v
 
 
 def test_a_large_order_beside_leading_terms() -> None:
