@@ -1,7 +1,7 @@
 """Sparse times sparse, by rows, into hash tables: the partial products are never all there at once.
 
 Shivdikar 2021, "SMASH: Sparse Matrix Atomic Scratchpad Hashing". For some rows of the left matrix at a time, as many as have
-`products` partial products, each product is put under its (row, column) into a table with linear probing and added to what is there.
+`products` partial products, each product is put under its (row, column) into a table and added to what is there.
 Memory beyond the result is about 200 bytes for each of `products`, whatever the matrices are.
 
 For matrices in CSR format, on any device. `torch.sparse.mm` is faster where MKL or cuSPARSE has the memory it wants; this one is for where
@@ -79,11 +79,12 @@ def _expanded(left: Tensor, right: Tensor, begin: int, counts: Tensor, ends: Ten
 
 
 def _merged(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Values of equal keys added up, by open addressing: all keys probe at once, of those that want a free slot one gets it."""
+    """Values of equal keys added up, by double hashing: all keys probe at once, and of those that want a free slot one gets it."""
     bits = max(1, (2 * key.numel() - 1).bit_length())
     mask = (1 << bits) - 1
     table = key.new_full((1 << bits,), FREE)
-    slot = ((key * MULTIPLIER) >> (62 - bits)) & mask
+    hashed = key * MULTIPLIER
+    slot, stride = (hashed >> (62 - bits)) & mask, hashed & mask | 1
     place = torch.empty_like(slot)
     open_ = torch.arange(key.numel(), device=key.device)
     while open_.numel():
@@ -93,7 +94,7 @@ def _merged(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         met = table[at] == wanted
         place[open_[met]] = at[met]
         open_, at = open_[~met], at[~met]
-        slot[open_] = (at + 1) & mask
+        slot[open_] = (at + stride[open_]) & mask
     sums = value.new_zeros(table.numel()).index_add_(0, place, value)
     taken = (table != FREE).nonzero().squeeze(1)
     return table[taken], sums[taken]
