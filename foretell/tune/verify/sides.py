@@ -126,6 +126,12 @@ class ModuleSide:
         content, blobs = content_of(question)
         return [str(one) for one in self.process.ask("ops", content, blobs).header["ops"]]
 
+    def graph(self, question: KernelCall) -> dict[str, Any]:
+        """aten ops of a forward, with what goes in and out of each."""
+        self.settle(question)
+        content, blobs = content_of(question)
+        return dict(self.process.ask("graph", content, blobs).header["graph"])
+
     def again(self) -> list[tuple[RawTensor | None, ...]]:
         found = self.process.ask("again")
         return rows_of(found.header["calls"], found.blobs)
