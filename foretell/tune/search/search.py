@@ -1,0 +1,235 @@
+"""The search: configurations in generations until the budget is spent, then the best beside every baseline.
+
+A reserve of the budget is left for the end. Whatever ends a search early (Ctrl-C, a kill) loses no row.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from foretell.errors import UserError
+from foretell.tune.clock.statistics import SpeedVerdict
+from foretell.tune.search.evolve import Evolution
+from foretell.tune.search.kept import KeptRows, KeptWinner, kept_rows, winners_elsewhere
+from foretell.tune.search.space import Config, shown
+from foretell.tune.search.templates import Template, bucket_of, digest_of, templates_of
+from foretell.tune.search.trial import REFUSED, TIMED, TrialResult, Trials, written
+from foretell.tune.verify.types import Verdict
+
+RESERVE = 0.4
+"""Share of the budget that is left for the best beside every baseline."""
+FINALISTS = 2
+_SHAPE_CHECKS = ("shapes",)
+Doing = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """How long, and where rows are kept."""
+
+    minutes: float = 5.0
+    seed: int = 0
+    compile: bool = True
+    """torch.compile is among the baselines."""
+    folder: Path
+    machine: dict[str, str] = field(default_factory=dict)
+    """Device, driver and versions that a time depends on."""
+    again: bool = False
+    """Do not start from a winner that was found before."""
+    triton: bool = False
+    most: int = 0
+    """Configurations that are measured at most; 0: by the budget alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchAnswer:
+    """What a search found."""
+
+    task: str
+    device: str
+    template: str
+    configurations: int
+    """In the template's space."""
+    rows: tuple[tuple[Config, TrialResult], ...]
+    """What was measured, also before."""
+    resumed: int
+    config: Config | None
+    text: str
+    """The best candidate; empty for none."""
+    verdict: Verdict | None
+    speed: SpeedVerdict | None
+    kept: KeptWinner | None = None
+    """It was found by an earlier search, and verified again."""
+    seconds: float = 0.0
+    interrupted: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def faster(self) -> bool:
+        """Verified, and faster than the best baseline."""
+        if self.kept is not None:
+            return self.verdict is not None and self.verdict.accepted and self.kept.low > 1
+        return self.speed is not None and self.speed.faster
+
+    def to_json(self) -> dict[str, Any]:
+        told = {name: getattr(self, name) for name in ("task", "device", "template", "configurations", "resumed", "text", "seconds", "interrupted")}
+        return {
+            **told, "rows": [{"config": dict(config), **result.to_json()} for config, result in self.rows],
+            "config": dict(self.config) if self.config is not None else None, "faster": self.faster,
+            "verdict": self.verdict.to_json() if self.verdict is not None else None, "notes": list(self.notes),
+            "speed": self.speed.to_json() if self.speed is not None else None, "kept": asdict(self.kept) if self.kept is not None else None,
+        }  # fmt: skip
+
+
+def search(trials: Trials, options: SearchOptions, *, doing: Doing = lambda _: None) -> SearchAnswer:
+    """The best configuration of the template that does the task; raises `UserError` where there is none."""
+    begun = time.monotonic()
+    (template, *_) = _templates(trials, options)
+    with _rows(trials, options, template) as kept:
+        found = _Search(trials, options, template, kept, begun, doing)
+        if kept.winner is not None and not options.again and (answer := found.known_winner()) is not None:
+            return answer
+        return found.run()
+
+
+def _templates(trials: Trials, options: SearchOptions, *, guarded: bool = False) -> tuple[Template, ...]:
+    found = templates_of(trials.task, trials.shape, on_gpu=trials.setting.on_gpu, triton=options.triton, guarded=guarded)
+    if not found:
+        raise UserError(
+            f"no template does {trials.task.path}: it has {trials.shape.problem}",
+            "--generator URL or COMMAND, or a task of row-wise ops (norms, softmax, activations, gates)",
+        )
+    return found
+
+
+def _rows(trials: Trials, options: SearchOptions, template: Template) -> KeptRows:
+    question = {
+        **options.machine, "op": trials.shape.op, "template": digest_of(template), "shapes": bucket_of(trials.shape),
+        "backward": str(trials.timing.backward), "mode": trials.timing.mode,
+    }  # fmt: skip
+    return kept_rows(options.folder, question, template.space)
+
+
+@dataclass
+class _Search:
+    """One of them."""
+
+    trials: Trials
+    options: SearchOptions
+    template: Template
+    kept: KeptRows
+    begun: float
+    doing: Doing
+    notes: list[str] = field(default_factory=list)
+    interrupted: bool = False
+    resumed: int = 0
+
+    def left(self) -> float:
+        """Share of the budget."""
+        return 1.0 - (time.monotonic() - self.begun) / max(1e-9, 60 * self.options.minutes)
+
+    def known_winner(self) -> SearchAnswer | None:
+        """Found before under the same versions on the same device: verified again, and not measured."""
+        known = self.kept.winner
+        assert known is not None
+        self.resumed = len(self.kept.rows)
+        text = self.template.text(known.config)
+        self.doing("verifying what an earlier search found")
+        verdict = self.trials.verified(written(text, self.trials.task.name))
+        if not verdict.accepted:
+            self.notes.append(f"what an earlier search found is refused now ({verdict.check}); searched anew")
+            return None
+        return self._answer(known.config, text, verdict, None, kept=known)
+
+    def run(self) -> SearchAnswer:
+        if self.template.compiles and not self.options.triton:
+            self.notes.append("Triton is not installed: no configuration is pruned by compiling it")
+        evolution = self._evolution()
+        try:
+            self._generations(evolution)
+        except KeyboardInterrupt:
+            self.interrupted = True
+        ranked = evolution.ranked
+        if not ranked:
+            return self._answer(None, "", None, None)
+        if self.interrupted:
+            return self._answer(ranked[0][1], self.template.text(ranked[0][1]), None, None)
+        try:
+            return self._finals([config for _, config in ranked[:FINALISTS]])
+        except KeyboardInterrupt:
+            self.interrupted = True
+            return self._answer(ranked[0][1], self.template.text(ranked[0][1]), None, None)
+
+    def _evolution(self) -> Evolution:
+        known = winners_elsewhere(self.options.folder, self.kept.question, self.template.space)
+        evolution = Evolution(self.template.space, seed=self.options.seed, known=known)
+        self.resumed = len(self.kept.rows)
+        for config, result in self.kept.rows.values():
+            evolution.tell(config, result.score)
+        return evolution
+
+    def _generations(self, evolution: Evolution) -> None:
+        first = not self.kept.rows
+        while self.left() > RESERVE and (generation := evolution.ask()):
+            for config in generation:
+                if (self.left() <= RESERVE and evolution.ranked) or self._enough():
+                    return
+                result = self._tried(config)
+                if first and result.status == REFUSED and result.check in _SHAPE_CHECKS:
+                    (self.template, *_) = _templates(self.trials, self.options, guarded=True)
+                    self.notes.append("the task says its width as a number: the kernel declines other widths")
+                    result = self._tried(config)
+                first = False
+                self.kept.add(config, result)
+                evolution.tell(config, result.score)
+
+    def _enough(self) -> bool:
+        return bool(self.options.most) and len(self.kept.rows) >= self.options.most
+
+    def _tried(self, config: Config) -> TrialResult:
+        best = max((result.speedup for _, result in self.kept.rows.values()), default=0.0)
+        self.doing(f"{len(self.kept.rows)} tried" + (f", best {best:.2f}× eager" if best else "") + f"; {shown(config)}")
+        code = written(self.template.text(config), self.trials.task.name)
+        return self.trials.tried(code, prune=self.template.compiles)
+
+    def _finals(self, configs: list[Config]) -> SearchAnswer:
+        """The best beside every baseline; where it does not win, the next."""
+        first: SearchAnswer | None = None
+        for config in configs:
+            text = self.template.text(config)
+            code = written(text, self.trials.task.name)
+            self.doing(f"verifying {shown(config)}")
+            verdict = self.trials.verified(code)
+            speed = self.trials.judged(code, compile=self.options.compile) if verdict.accepted else None
+            answer = self._answer(config, text, verdict, speed)
+            if answer.faster:
+                assert speed is not None
+                worst = speed.shapes[0]
+                ratio = worst.ratios[worst.best]
+                self.kept.end(KeptWinner(config=config, speedup=ratio.speedup, low=ratio.low, beside=worst.best, date=date.today().isoformat()))
+                return answer
+            first = first or answer
+            if self.left() < RESERVE / 2:
+                break
+        assert first is not None
+        return first
+
+    def _answer(
+        self, config: Config | None, text: str, verdict: Verdict | None, speed: SpeedVerdict | None, kept: KeptWinner | None = None
+    ) -> SearchAnswer:
+        rows = sorted(self.kept.rows.values(), key=lambda row: row[1].score or math.inf)
+        return SearchAnswer(
+            task=self.trials.task.name, device=self.trials.setting.device, template=self.template.name, configurations=self.template.space.size,
+            rows=tuple(rows), resumed=self.resumed, config=config, text=text, verdict=verdict, speed=speed, kept=kept,
+            seconds=time.monotonic() - self.begun, interrupted=self.interrupted, notes=tuple(self.notes),
+        )  # fmt: skip
+
+
+def timed_rows(answer: SearchAnswer) -> list[tuple[Config, TrialResult]]:
+    return [row for row in answer.rows if row[1].status == TIMED]
