@@ -16,7 +16,7 @@ from foretell.tune.search.rowwise.triton_text import TritonRows
 from foretell.tune.search.space import Config, ConfigSpace
 from foretell.tune.verify.source import Code
 
-GATE_ELEMENTS = 1 << 18
+GATE_ELEMENTS = 1 << 16
 """Of the largest input, where a candidate's rows are verified: what it does to one row it does to all."""
 
 
