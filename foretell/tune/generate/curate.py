@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import keyword
 import math
 import re
 import tokenize
@@ -24,9 +25,7 @@ from foretell.tune.generate.transcript import digest_of, measured_of, transcript
 SAME = 0.8
 """Share of shingles from which two kernels are one."""
 SHINGLE = 5
-_KEYWORDS = frozenset(
-    ["False", "None", "True", "and", "as", "assert", "break", "class", "continue", "def", "del", "elif", "else", "except", "finally", "for", "from", "global", "if", "import", "in", "is", "lambda", "not", "or", "pass", "raise", "return", "try", "while", "with", "yield", "torch", "tl", "triton", "nn", "self"]
-)
+_KEYWORDS = frozenset((*keyword.kwlist, "torch", "tl", "triton", "nn", "self"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +104,8 @@ def write(curation: Curation, path: Path) -> None:
 
 def shingles(text: str) -> frozenset[int]:
     """Runs of tokens, names replaced by the order in which they come, comments and layout left out."""
-    tokens, names = [], {}
+    tokens: list[str] = []
+    names: dict[str, int] = {}
     try:
         for one in tokenize.generate_tokens(io.StringIO(text).readline):
             if one.type == tokenize.NAME and one.string not in _KEYWORDS:

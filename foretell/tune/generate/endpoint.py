@@ -81,9 +81,12 @@ class HttpEndpoint:
 
     def _posted(self, body: bytes) -> tuple[int, Mapping[str, str], bytes]:
         parts: SplitResult = self._parts  # type: ignore[attr-defined]
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        more = {"context": ssl.create_default_context()} if parts.scheme == "https" else {}
-        connection = kind(parts.hostname or "", parts.port, timeout=self.seconds, **more)
+        host = parts.hostname or ""
+        connection: http.client.HTTPConnection
+        if parts.scheme == "https":
+            connection = http.client.HTTPSConnection(host, parts.port, timeout=self.seconds, context=ssl.create_default_context())
+        else:
+            connection = http.client.HTTPConnection(host, parts.port, timeout=self.seconds)
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"

@@ -39,6 +39,8 @@ class _Lowering:
     build: RowBuilder = field(default_factory=RowBuilder)
     values: dict[int, int] = field(default_factory=dict)
     shapes: dict[int, Shape] = field(default_factory=dict)
+    aliased: set[int] = field(default_factory=set)
+    """Tensors that may share their memory with another one."""
 
     # --- arguments -----------------------------------------------------------------------------------------------------
 
@@ -157,21 +159,21 @@ def _lower(known: _Lowering, op: Mapping[str, Any]) -> None:
     name, _, overload = op["op"].partition(".")
     (out, *more) = op["outputs"]
     shape = tuple(op["shapes"][0])
-    plain = name[:-1] if name.endswith("_") and not name.startswith("_") else name
     args = op["args"]
+    first = args[0]["t"] if args and isinstance(args[0], Mapping) else -1
+    plain = name[:-1] if name.endswith("_") and not name.startswith("_") else name
+    if plain != name and (first in known.aliased or first not in known.values or known.build.nodes[known.values[first]].op == "input"):
+        raise NotRowWise(f"{name} changes an input, or what others see")
     _aligned(known, name, args, shape)
     if plain in _SAME:
         value = known.of(args[0])
+        known.aliased |= {first, out}
     elif plain in _RULES:
-        value = _RULES[plain](known, args, op["kwargs"], tuple(known.shapes.get(args[0].get("t"), ())) if isinstance(args[0], Mapping) else ())
+        value = _RULES[plain](known, args, op["kwargs"], known.shapes.get(first, ()))
     else:
         raise NotRowWise(f"the op {name}.{overload}")
     _check(known, shape, known.build.nodes[value].kind, name)
     known.values[out], known.shapes[out] = value, shape
-    if plain != name and isinstance(args[0], Mapping):  # in place: who holds the tensor sees it
-        if known.build.nodes[known.values[args[0]["t"]]].op == "input":
-            raise NotRowWise(f"{name} changes an input")
-        known.values[args[0]["t"]] = value
     for one in more:
         known.values.pop(one, None)
 

@@ -71,7 +71,9 @@ def _forward(program: RowProgram, config: Config) -> list[str]:
 
 
 def _backward(program: RowProgram, back: RowBackward, config: Config) -> list[str]:
-    made, targets, sums = [], {}, []
+    made: list[str] = []
+    targets: dict[int, list[tuple[int, str]]] = {}
+    sums: list[tuple[int, int]] = []
     for place, one in enumerate(back.gradients):
         if one is None:
             continue

@@ -78,8 +78,8 @@ def _checks(program: RowProgram, guarded: bool) -> list[str]:
     lines += [f"if {' or '.join(tests)}:", '    raise NotImplementedError("other sizes or formats")']
     numbers = [f"given[{place}].dtype" for place, one in enumerate(program.inputs) if not one.truth]
     dtype = numbers[0]
-    for one in numbers[1:]:
-        dtype = f"torch.promote_types({dtype}, {one})"
+    for other in numbers[1:]:
+        dtype = f"torch.promote_types({dtype}, {other})"
     return [*lines, f"dtype, device = {dtype}, given[{first}].device"]
 
 
