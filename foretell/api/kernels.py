@@ -126,11 +126,11 @@ def _trials(kind: type[Trials], reference: Any, device: str, backward: bool, pro
 
     setting = kernel_setting(device, 60.0)
     timing = TimingOptions(backward=backward, bandwidth=memory_bandwidth() if setting.on_gpu else 0.0)
-    timing = timing if setting.on_gpu else replace(timing, l2_bytes=_CPU_CACHE_BYTES)
+    timing = timing if setting.on_gpu else replace(timing, l2_bytes=CPU_CACHE_BYTES)
     return kind(reference, setting, HarnessOptions(gradients=backward), timing, doing=progress)
 
 
-_CPU_CACHE_BYTES = 8 << 20
+CPU_CACHE_BYTES = 8 << 20
 """Of a CPU, that inputs of a loop are larger than, four times over."""
 
 

@@ -29,7 +29,8 @@ X = torch.randn(6, 8)
 @pytest.mark.parametrize(("function", "told"), [
     (lambda x: x.mean(0, keepdim=True) + x, "a reduction over dims"), (lambda x: x.sum() + x, "a reduction over dims"),
     (lambda x: x.cumsum(-1), "the op cumsum"), (lambda x: x @ x.T, "the op"), (lambda x: x + torch.arange(8), "the op arange"),
-    (lambda x: x, "not computed"), (lambda x: x > 0, "not computed"), (lambda x: x.add_(1) * 2, "changes an input"), (lambda x: x**2.5, "a power of 2.5"),
+    (lambda x: x, "not computed"), (lambda x: x > 0, "not computed"), (lambda x: x.add_(1) * 2, "changes an input"),
+    (lambda x: (x * 2).view(-1, 8).mul_(3), "changes an input, or what others see"), (lambda x: x**2.5, "a power of 2.5"),
     (lambda x: x.view(2, 3, 8).mean(-1), "where rows are"), (lambda x: x.mean(-1, keepdim=True).expand(6, 8), "repeats a number"),
     (lambda x: torch.dropout(x, 0.5, True), "the op"),
 ])  # fmt: skip

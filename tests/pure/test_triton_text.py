@@ -28,10 +28,11 @@ def test_the_text_is_python_that_no_scan_refuses(name: str) -> None:
 
 
 def test_what_is_flat_has_no_rows_to_choose() -> None:
-    module, inputs = tasks.drawn("gates")
-    assert {axis.name for axis in TritonRows(tasks.program(module, inputs), "").space.axes} == {"warps", "back_warps", "block"}
-    module, inputs = tasks.drawn("rms")
-    assert {axis.name for axis in TritonRows(tasks.program(module, inputs), "").space.axes} == {"warps", "back_warps", "rows", "back_rows", "programs"}
+    def axes(name: str) -> set[str]:
+        return {axis.name for axis in TritonRows(tasks.program(*tasks.drawn(name)), "").space.axes}
+
+    assert axes("gates") == {"warps", "back_warps", "block"}
+    assert axes("rms") == {"warps", "back_warps", "rows", "back_rows", "programs"}
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs Triton, and TRITON_INTERPRET=1")

@@ -87,10 +87,13 @@ class SearchAnswer:
         }  # fmt: skip
 
 
-def search(trials: Trials, options: SearchOptions, *, doing: Doing = lambda _: None) -> SearchAnswer:
-    """The best configuration of the template that does the task; raises `UserError` where there is none."""
+def search(
+    trials: Trials, options: SearchOptions, *, template: Template | None = None, doing: Doing = lambda _: None
+) -> SearchAnswer:
+    """The best configuration of a template, by itself the one that does the task; raises `UserError` where there is none."""
     begun = time.monotonic()
-    (template, *_) = _templates(trials, options)
+    if template is None:
+        (template, *_) = _templates(trials, options)
     with _rows(trials, options, template) as kept:
         found = _Search(trials, options, template, kept, begun, doing)
         if kept.winner is not None and not options.again and (answer := found.known_winner()) is not None:
