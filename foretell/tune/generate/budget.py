@@ -49,9 +49,18 @@ class SessionBudget:
         if self.elapsed >= 60 * self.minutes:
             raise BudgetSpent(f"{self.minutes:g} minutes are over", "--minutes")
         if self.money is not None:
-            most = self.prices.of(sum(len(one.content.encode()) for one in messages), ANSWER_TOKENS)
+            most = self.highest(messages)
             if self.spent + most > self.money:
                 raise BudgetSpent(f"{self.spent:.4f} of {self.money:g} are spent, and the next question could cost {most:.4f}", "--money")
+
+    def highest(self, messages: Sequence[ChatMessage]) -> float:
+        """That an answer could cost."""
+        return self.prices.of(sum(len(one.content.encode()) for one in messages), ANSWER_TOKENS)
+
+    def lose(self, messages: Sequence[ChatMessage]) -> None:
+        """An answer that nobody could read was paid for all the same, and what it cost is not known."""
+        self.spent += self.highest(messages)
+        self.calls += 1
 
     def take(self, found: Completion) -> None:
         self.spent += found.money

@@ -11,7 +11,7 @@ from foretell.errors import FileFormatError
 from foretell.tune.generate.budget import Prices, SessionBudget
 from foretell.tune.generate.memory import MemoryItem, TunerMemory
 from foretell.tune.generate.rounds import Session, SessionAnswer, SessionOptions
-from foretell.tune.generate.talk import ChatMessage, Completion
+from foretell.tune.generate.talk import ChatMessage, Completion, MalformedAnswer
 from foretell.tune.generate.transcript import Replay
 
 
@@ -22,7 +22,11 @@ class _Budgeted:
         self.replay, self.budget = replay, budget
 
     def complete(self, role: str, messages: list[ChatMessage]) -> Completion:
-        found = self.replay.complete(role, messages)
+        try:
+            found = self.replay.complete(role, messages)
+        except MalformedAnswer:
+            self.budget.lose(messages)
+            raise
         self.budget.take(found)
         return found
 

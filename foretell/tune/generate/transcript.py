@@ -85,6 +85,8 @@ class RecordedGenerator:
             self.budget.check(messages)
             found = self.inner.complete(role, messages)
         except (EndpointError, MalformedAnswer, BudgetSpent) as error:
+            if isinstance(error, MalformedAnswer):
+                self.budget.lose(messages)
             self.writer.add({**row, "fault": type(error).__name__, "problem": error.problem, "remedy": error.remedy})
             raise
         self.budget.take(found)
