@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from foretell.tune.generate.talk import CODER, JUDGE, STRATEGIST, ChatMessage, Completion
+from foretell.tune.generate.talk import CODER, JUDGE, STRATEGIST, ChatMessage, TextAnswer
 
 TASK = '''"""Rows over their root mean square, one after the other."""
 
@@ -166,10 +166,10 @@ class ScriptedModel:
     def __init__(self, scenario: str) -> None:
         self.scenario, self.asked = scenario, 0
 
-    def complete(self, role: str, messages: Sequence[ChatMessage]) -> Completion:
+    def complete(self, role: str, messages: Sequence[ChatMessage]) -> TextAnswer:
         self.asked += 1
         text = SCENARIOS[self.scenario](role, messages[-1].content)
-        return Completion(text=text, tokens_in=sum(len(one.content) for one in messages) // 4, tokens_out=len(text) // 4, seconds=0.5)
+        return TextAnswer(text=text, tokens_in=sum(len(one.content) for one in messages) // 4, tokens_out=len(text) // 4, seconds=0.5)
 
 
 # ---------------------------------------------------------------- over HTTP

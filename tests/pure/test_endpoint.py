@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from foretell.errors import UserError
-from foretell.tune.generate.budget import Prices, SessionBudget
+from foretell.tune.generate.budget import SessionBudget, TokenPrices
 from foretell.tune.generate.command import CommandGenerator
 from foretell.tune.generate.endpoint import HttpEndpoint
 from foretell.tune.generate.talk import BudgetSpent, ChatMessage, EndpointError, MalformedAnswer, code_in, reasoning_in
 from tests.pure.scripted import served, through
 
 ASKED = [ChatMessage("system", "You write a faster kernel"), ChatMessage("user", "a module")]
-PRICES = Prices(per_million_in=3.0, per_million_out=15.0)
+PRICES = TokenPrices(per_million_in=3.0, per_million_out=15.0)
 
 
 def endpoint(url: str, **more: object) -> HttpEndpoint:
@@ -55,7 +55,7 @@ def test_a_refusal_is_a_line(fault: tuple[object, ...], told: str, asked: int) -
 def test_an_endpoint_that_is_down() -> None:
     with served("gym") as server:
         url = server.url
-    with pytest.raises(EndpointError, match="does not answer: .*refused"):
+    with pytest.raises(EndpointError, match=r"does not answer: .*refused"):
         endpoint(url).complete("coder", ASKED)
 
 
@@ -98,7 +98,7 @@ def test_an_answer_that_never_ends_is_given_up() -> None:
 
     threading.Thread(target=trickle, daemon=True).start()
     begun = time.monotonic()
-    with listening, pytest.raises(EndpointError, match="in time|timed out"):
+    with listening, pytest.raises(EndpointError, match=r"in time|timed out"):
         endpoint(f"http://127.0.0.1:{listening.getsockname()[1]}/v1", seconds=0.2).complete("coder", ASKED)
     assert time.monotonic() - begun < 5
 

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from foretell.api import kernels
+from foretell.api.kernels import search as kernels
 from foretell.cli import main
 from foretell.errors import UserError
 from foretell.tune.clock.measure import TimingOptions
 from foretell.tune.search.search import SearchOptions, search
 from foretell.tune.search.space import Axis, Config, ConfigSpace
-from foretell.tune.search.templates import bucket_of, cut, templates_of
+from foretell.tune.search.templates import bucket_of, cut, digest_of, templates_of
 from foretell.tune.search.trial import PRUNED, REFUSED, TIMED, Trials, pruned, written
 from foretell.tune.verify import corpus, source
 from foretell.tune.verify.process import KernelSetting
@@ -203,3 +203,35 @@ def test_a_killed_search_has_kept_its_rows(tmp_path: Path) -> None:
     done = subprocess.run([*command, "--most", "3", "--json"], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1), done.stderr
     assert json.loads(done.stdout)["kernel"]["search"]["resumed"] >= 3
+
+
+def test_a_width_that_is_a_number_is_declined_elsewhere(tmp_path: Path) -> None:
+    """Found out by the harness, at first and when the search is resumed."""
+    path = tmp_path / "task.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\nclass Model(nn.Module):\n    def forward(self, x):\n"
+        "        return x - x.sum(-1, keepdim=True) / x.shape[-1]\n"
+        "def get_inputs():\n    return [torch.randn(16, 40)]\n"
+    )
+    asked_of = HarnessOptions(seed=1, gradients=False, stages=("smoke", "fuzz"))
+    with Trials(source.reference(str(path)), SETTING, asked_of, TIMING) as trials:
+        for most in (1, 2):
+            found = search(trials, SearchOptions(minutes=5, folder=tmp_path / "kept", compile=False, most=most))
+            assert found.config is not None and found.verdict is not None and found.verdict.accepted
+            assert "declines other widths" in found.notes[0] and "width != 40" in found.text and found.verdict.declined
+
+
+def test_the_text_around_an_op_makes_no_other_op(tmp_path: Path) -> None:
+    """What was measured of an op serves wherever it is; another width is another question, and tried early."""
+    texts = {
+        "one": "x.softmax(-1)", "same": "torch.nn.functional.softmax(x, dim=-1)", "other": "(2 * x).softmax(-1)",
+    }  # fmt: skip
+    shapes = {}
+    for name, text in texts.items():
+        path = tmp_path / f"{name}.py"
+        path.write_text(f"# {name}\nimport torch\nfrom torch import nn\nclass Model(nn.Module):\n    def forward(self, x):\n        return {text}\n"
+                        "def get_inputs():\n    return [torch.randn(16, 40)]\n")  # fmt: skip
+        with Trials(source.reference(str(path)), SETTING, QUICK, TIMING) as trials:
+            (template,) = templates_of(trials.task, trials.shape, on_gpu=False, triton=False)
+            shapes[name] = (trials.shape.op, digest_of(template))
+    assert shapes["one"] == shapes["same"] and shapes["one"][0] != shapes["other"][0]

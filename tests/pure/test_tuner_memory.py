@@ -61,7 +61,7 @@ def test_a_hostile_memory_is_one_line(text: str, tmp_path: Path) -> None:
     path = tmp_path / "memory.jsonl"
     path.write_bytes(text.encode("latin-1") + b"\n")
     path.chmod(0o600)
-    with pytest.raises(UserError, match="memory.jsonl") as caught:
+    with pytest.raises(UserError, match=r"memory\.jsonl") as caught:
         TunerMemory("cpu", path)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 

@@ -18,12 +18,12 @@ import pytest
 from foretell.errors import FileFormatError
 from foretell.tune.clock.measure import TimingOptions
 from foretell.tune.generate import prompts
-from foretell.tune.generate.budget import Prices, SessionBudget
+from foretell.tune.generate.budget import SessionBudget, TokenPrices
 from foretell.tune.generate.curate import curated
 from foretell.tune.generate.gym import KernelGym
 from foretell.tune.generate.memory import TunerMemory
 from foretell.tune.generate.replay import replayed
-from foretell.tune.generate.rounds import Session, SessionAnswer, SessionOptions, head_of
+from foretell.tune.generate.rounds import KernelSession, SessionAnswer, SessionOptions, head_of
 from foretell.tune.generate.score import score
 from foretell.tune.generate.talk import TextGenerator
 from foretell.tune.generate.transcript import RecordedGenerator, TranscriptWriter
@@ -58,11 +58,11 @@ def made(name: str, folder: Path, generator: TextGenerator | None = None, memory
     with Trials(code, KernelSetting(), asked, TimingOptions(pairs=10, l2_bytes=1 << 12)) as trials:
         options = SessionOptions(task=task, ops=tuple(sorted(set(trials.ops))), backend=BACKEND, ways=ways, rounds=ROUNDS)
         gym = KernelGym(trials, honest=ways.gym, audit=ways.audit)
-        budget = SessionBudget(10.0, None, Prices(per_million_in=3.0, per_million_out=15.0))
+        budget = SessionBudget(10.0, None, TokenPrices(per_million_in=3.0, per_million_out=15.0))
         writer = TranscriptWriter(folder / f"{name}.jsonl", head_of(options, memory, budget))
         try:
             model = RecordedGenerator(generator or ScriptedModel(scenario), budget, writer)
-            return Session(options, model, gym, budget, memory, writer).run()
+            return KernelSession(options, model, gym, budget, memory, writer).run()
         finally:
             writer.close()
             gym.end()

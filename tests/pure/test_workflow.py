@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from foretell.tune.generate.talk import ChatMessage, Completion, MalformedAnswer
+from foretell.tune.generate.talk import ChatMessage, MalformedAnswer, TextAnswer
 from foretell.tune.generate.workflow import (
     GeneratorOptimizer,
     GraphSearch,
@@ -93,9 +93,9 @@ class Told:
     def __init__(self, answers: Sequence[str]) -> None:
         self.answers, self.seen = list(answers), ""
 
-    def complete(self, role: str, messages: Sequence[ChatMessage]) -> Completion:
+    def complete(self, role: str, messages: Sequence[ChatMessage]) -> TextAnswer:
         self.seen = messages[-1].content
-        return Completion(text=self.answers.pop(0))
+        return TextAnswer(text=self.answers.pop(0))
 
 
 def test_a_generator_can_be_the_optimizer() -> None:

@@ -12,7 +12,7 @@ from foretell.errors import UserError
 from foretell.plan.text import shell_word
 
 if TYPE_CHECKING:
-    from foretell.api.kernels import GeneratorAsked, KernelSearch
+    from foretell.api.kernels.search import GeneratorAsked, KernelSearch
     from foretell.tune.generate.rounds import SessionAnswer
     from foretell.tune.search.search import SearchAnswer
 
@@ -70,7 +70,7 @@ def search(
     doing = common.Doing(f"tuning {task.name}")
 
     def work() -> KernelSearch:
-        from foretell.api.kernels import search_kernel
+        from foretell.api.kernels.search import search_kernel
 
         return search_kernel(
             str(task), minutes=minutes, out=None if out is None else str(out), generator=asked, device=device, seed=seed, backward=not forward_only,
@@ -89,7 +89,7 @@ def _asked(
     generator: str | None, model: str, key_env: str, price_in: float, price_out: float, money: float | None, without: list[str], rounds: int,
     answers: int,
 ) -> GeneratorAsked | None:  # fmt: skip
-    from foretell.api.kernels import GeneratorAsked, check_generator
+    from foretell.api.kernels.search import GeneratorAsked, check_generator
 
     if generator is None:
         given = {"--model": model, "--key-env": key_env, "--money": money, "--without": without, "--price-in": price_in, "--price-out": price_out}
@@ -164,7 +164,7 @@ def _of_session(found: SessionAnswer) -> list[str]:
 
 
 def _replayed(path: Path, *, json: bool) -> int:
-    from foretell.api.kernels import replay_session
+    from foretell.api.kernels.search import replay_session
 
     found = replay_session(str(path))
     if json:
@@ -175,7 +175,7 @@ def _replayed(path: Path, *, json: bool) -> int:
 
 
 def _curated(paths: list[Path], out: Path | None, *, json: bool) -> int:
-    from foretell.api import kernels
+    from foretell.api.kernels import search as kernels
 
     target = out or Path("kernels.jsonl")
     found = kernels.curate([str(one) for one in paths], str(target))

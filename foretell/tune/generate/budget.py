@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from foretell.tune.generate.talk import BudgetSpent, ChatMessage, Completion
+from foretell.tune.generate.talk import BudgetSpent, ChatMessage, TextAnswer
 
 ANSWER_TOKENS = 8192
 """That an answer may have at most."""
@@ -14,7 +14,7 @@ _PER = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prices:
+class TokenPrices:
     """Of a million tokens, in whatever money the budget is."""
 
     per_million_in: float = 0.0
@@ -31,7 +31,7 @@ class SessionBudget:
     minutes: float
     money: float | None = None
     """None: not limited."""
-    prices: Prices = field(default_factory=Prices)
+    prices: TokenPrices = field(default_factory=TokenPrices)
     clock: Callable[[], float] = time.monotonic
     spent: float = 0.0
     calls: int = 0
@@ -62,6 +62,6 @@ class SessionBudget:
         self.spent += self.highest(messages)
         self.calls += 1
 
-    def take(self, found: Completion) -> None:
+    def take(self, found: TextAnswer) -> None:
         self.spent += found.money
         self.calls += 1

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, field
 
 from foretell.decode import json_of
 from foretell.errors import UserError
-from foretell.tune.generate.budget import Prices
-from foretell.tune.generate.talk import ChatMessage, Completion, EndpointError, MalformedAnswer
+from foretell.tune.generate.budget import TokenPrices
+from foretell.tune.generate.talk import ChatMessage, EndpointError, MalformedAnswer, TextAnswer
 
 _MOST_BYTES = 8 << 20
 _POLL_SECONDS = 0.01
@@ -30,10 +30,10 @@ class CommandGenerator:
     """A command line."""
 
     command: str
-    prices: Prices = field(default_factory=Prices)
+    prices: TokenPrices = field(default_factory=TokenPrices)
     seconds: float = 180.0
 
-    def complete(self, role: str, messages: Sequence[ChatMessage]) -> Completion:
+    def complete(self, role: str, messages: Sequence[ChatMessage]) -> TextAnswer:
         begun = time.monotonic()
         asked = json.dumps({"role": role, "messages": [asdict(one) for one in messages]}).encode()
         text = self._answered(asked)
@@ -46,7 +46,7 @@ class CommandGenerator:
                 tokens_in, tokens_out = (one if type(one) is int and 0 <= one < 1 << 40 else known
                                          for one, known in zip(counts, (tokens_in, tokens_out), strict=True))  # fmt: skip
         money = self.prices.of(tokens_in, tokens_out)
-        return Completion(text=text, tokens_in=tokens_in, tokens_out=tokens_out, seconds=time.monotonic() - begun, money=money)
+        return TextAnswer(text=text, tokens_in=tokens_in, tokens_out=tokens_out, seconds=time.monotonic() - begun, money=money)
 
     def _answered(self, asked: bytes) -> str:
         """What it printed; it and all that it started are gone afterwards."""

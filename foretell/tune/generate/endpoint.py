@@ -18,8 +18,8 @@ from urllib.parse import SplitResult, urlsplit
 
 from foretell.decode import json_of
 from foretell.errors import UserError
-from foretell.tune.generate.budget import ANSWER_TOKENS, Prices
-from foretell.tune.generate.talk import ChatMessage, Completion, EndpointError, MalformedAnswer
+from foretell.tune.generate.budget import ANSWER_TOKENS, TokenPrices
+from foretell.tune.generate.talk import ChatMessage, EndpointError, MalformedAnswer, TextAnswer
 
 KEY = "FORETELL_GENERATOR_KEY"
 _PATH = "/chat/completions"
@@ -38,7 +38,7 @@ class HttpEndpoint:
     url: str
     model: str
     key: str = field(default="", repr=False)
-    prices: Prices = field(default_factory=Prices)
+    prices: TokenPrices = field(default_factory=TokenPrices)
     temperature: float | None = None
     seconds: float = 180.0
     """For one answer."""
@@ -55,7 +55,7 @@ class HttpEndpoint:
         parts = urlsplit(self.url)
         return f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "")
 
-    def complete(self, role: str, messages: Sequence[ChatMessage]) -> Completion:
+    def complete(self, role: str, messages: Sequence[ChatMessage]) -> TextAnswer:
         """Tried again where the endpoint says that it is busy."""
         asked: dict[str, Any] = {"model": self.model, "messages": [{"role": one.role, "content": one.content} for one in messages],
                                  "max_tokens": ANSWER_TOKENS}  # fmt: skip
@@ -142,7 +142,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _completion(content: bytes, prices: Prices, seconds: float, body: bytes) -> Completion:
+def _completion(content: bytes, prices: TokenPrices, seconds: float, body: bytes) -> TextAnswer:
     try:
         data = json_of(content)
         text = data["choices"][0]["message"]["content"]
@@ -153,7 +153,7 @@ def _completion(content: bytes, prices: Prices, seconds: float, body: bytes) -> 
     if not isinstance(text, str):
         raise MalformedAnswer("the generator's answer has no text", "a chat model")
     known = [one if type(one) is int and 0 <= one < 1 << 40 else len(what) for one, what in zip(tokens, (body, text.encode()), strict=True)]
-    return Completion(text=text, tokens_in=known[0], tokens_out=known[1], seconds=seconds, money=prices.of(known[0], known[1]))
+    return TextAnswer(text=text, tokens_in=known[0], tokens_out=known[1], seconds=seconds, money=prices.of(known[0], known[1]))
 
 
 def _said(content: bytes) -> str:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from foretell.tune.clock.measure import floor
-from foretell.tune.generate.transcript import Measured
+from foretell.tune.generate.transcript import MeasuredKernel
 from foretell.tune.search.trial import FAILED, REFUSED, TIMED, TrialResult, Trials, written
 from foretell.tune.verify import checks
 from foretell.tune.verify.harness import seed_of
@@ -41,22 +41,22 @@ class KernelGym:
         self._clock = threading.Lock()
         _ = trials.cases  # drawn before anybody needs them
 
-    def measured(self, texts: Sequence[str]) -> list[Measured]:
+    def measured(self, texts: Sequence[str]) -> list[MeasuredKernel]:
         """In the order of the texts; whatever one does, the others are scored."""
         return list(self._workers.map(self._one, texts))
 
-    def _one(self, text: str) -> Measured:
+    def _one(self, text: str) -> MeasuredKernel:
         code = written(text)
-        verdict = self.trials.verified(code, self._asked)
+        verdict = self.trials.verified(code, self._asked, whole=False)
         if not verdict.accepted:
             found = TrialResult(status=REFUSED, stage=verdict.stage, check=verdict.check, reason=verdict.reason)
-            return Measured(result=found, counters={})
+            return MeasuredKernel(result=found, counters={})
         with self._clock:
             found = self.trials.timed(code)
             if self.audit and found.status == TIMED and found.speedup > AUDITED:
                 found = self._audited(text, found)
         counters = self._counters(text, found, verdict.compiled)
-        return Measured(result=found, counters=counters, reward=found.speedup if found.status == TIMED else 0.0)
+        return MeasuredKernel(result=found, counters=counters, reward=found.speedup if found.status == TIMED else 0.0)
 
     def _audited(self, text: str, found: TrialResult) -> TrialResult:
         """All stages with seeds nobody has seen, and the time again in a process of its own; a speedup that does not last is none."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foretell.tune.generate.talk import ChatMessage
-from foretell.tune.generate.transcript import Measured
+from foretell.tune.generate.transcript import MeasuredKernel
 from foretell.tune.search.trial import PRUNED, REFUSED, TIMED
 
 MOST_SHOWN = 3
@@ -28,7 +28,7 @@ class Variant:
     """A kernel that was measured."""
 
     text: str
-    measured: Measured
+    measured: MeasuredKernel
     step: str = ""
 
     @property

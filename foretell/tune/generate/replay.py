@@ -8,20 +8,20 @@ from typing import Any
 
 from foretell.decode import value_of
 from foretell.errors import FileFormatError
-from foretell.tune.generate.budget import Prices, SessionBudget
+from foretell.tune.generate.budget import SessionBudget, TokenPrices
 from foretell.tune.generate.memory import MemoryItem, TunerMemory
-from foretell.tune.generate.rounds import Session, SessionAnswer, SessionOptions
-from foretell.tune.generate.talk import ChatMessage, Completion, MalformedAnswer
-from foretell.tune.generate.transcript import Replay
+from foretell.tune.generate.rounds import KernelSession, SessionAnswer, SessionOptions
+from foretell.tune.generate.talk import ChatMessage, MalformedAnswer, TextAnswer
+from foretell.tune.generate.transcript import TranscriptReplay
 
 
 class _Budgeted:
     """A replay whose answers are paid for again."""
 
-    def __init__(self, replay: Replay, budget: SessionBudget) -> None:
+    def __init__(self, replay: TranscriptReplay, budget: SessionBudget) -> None:
         self.replay, self.budget = replay, budget
 
-    def complete(self, role: str, messages: list[ChatMessage]) -> Completion:
+    def complete(self, role: str, messages: list[ChatMessage]) -> TextAnswer:
         try:
             found = self.replay.complete(role, messages)
         except MalformedAnswer:
@@ -33,13 +33,13 @@ class _Budgeted:
 
 def replayed(path: Path) -> tuple[SessionAnswer, SessionOptions]:
     """What the session found, and how it was asked for."""
-    replay = Replay(path)
+    replay = TranscriptReplay(path)
     options, memory, budget = _head(replay.head, path, replay)
-    found = Session(options, _Budgeted(replay, budget), replay, budget, memory).run()  # type: ignore[arg-type]
+    found = KernelSession(options, _Budgeted(replay, budget), replay, budget, memory).run()  # type: ignore[arg-type]
     return found, options
 
 
-def _head(head: Mapping[str, Any], path: Path, replay: Replay) -> tuple[SessionOptions, TunerMemory | None, SessionBudget]:
+def _head(head: Mapping[str, Any], path: Path, replay: TranscriptReplay) -> tuple[SessionOptions, TunerMemory | None, SessionBudget]:
     try:
         options: SessionOptions = value_of(SessionOptions, head["options"], "options")
         memory = None
@@ -48,7 +48,7 @@ def _head(head: Mapping[str, Any], path: Path, replay: Replay) -> tuple[SessionO
             for row in head["memory"]:
                 item: MemoryItem = value_of(MemoryItem, row, "memory")
                 memory.items[item.key] = item
-        prices: Prices = value_of(Prices, head["prices"], "prices")
+        prices: TokenPrices = value_of(TokenPrices, head["prices"], "prices")
         money = None if head["money"] is None else float(value_of(float, head["money"], "money"))
         budget = SessionBudget(float(value_of(float, head["minutes"], "minutes")), money, prices, clock=replay.clock)
     except (KeyError, TypeError, ValueError) as error:

@@ -23,7 +23,7 @@ from foretell.tune.generate.talk import (
     TextGenerator,
     code_in,
 )
-from foretell.tune.generate.transcript import Measured, TranscriptWriter, digest_of
+from foretell.tune.generate.transcript import MeasuredKernel, TranscriptWriter, digest_of
 from foretell.tune.generate.ways import Ways
 from foretell.tune.search.trial import TIMED
 
@@ -36,7 +36,7 @@ BETTER = 1.02
 class KernelEnvironment(Protocol):
     """What measures: a gym, or a replay."""
 
-    def measured(self, texts: Sequence[str]) -> list[Measured]: ...
+    def measured(self, texts: Sequence[str]) -> list[MeasuredKernel]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class SessionAnswer:
         return {**told, "best": best, "variants": rows, "kept": list(self.kept), "taken_back": list(self.taken_back)}
 
 
-class Session:
+class KernelSession:
     """One of them."""
 
     def __init__(

@@ -25,7 +25,7 @@ class ChatMessage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Completion:
+class TextAnswer:
     """An answer, and what it took."""
 
     text: str
@@ -38,7 +38,7 @@ class Completion:
 class TextGenerator(Protocol):
     """Whatever completes a prompt; raises `EndpointError`, `MalformedAnswer` or `BudgetSpent`."""
 
-    def complete(self, role: str, messages: Sequence[ChatMessage]) -> Completion: ...
+    def complete(self, role: str, messages: Sequence[ChatMessage]) -> TextAnswer: ...
 
 
 class EndpointError(UserError):

@@ -21,9 +21,9 @@ from foretell.tune.generate.budget import SessionBudget
 from foretell.tune.generate.talk import (
     BudgetSpent,
     ChatMessage,
-    Completion,
     EndpointError,
     MalformedAnswer,
+    TextAnswer,
     TextGenerator,
 )
 from foretell.tune.search.trial import FAILED, PRUNED, REFUSED, TIMED, TrialResult
@@ -35,7 +35,7 @@ _REMEDY = "another transcript, or search without --replay"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredKernel:
     """What the environment says of a candidate."""
 
     result: TrialResult
@@ -79,7 +79,7 @@ class RecordedGenerator:
     budget: SessionBudget
     writer: TranscriptWriter
 
-    def complete(self, role: str, messages: Sequence[ChatMessage]) -> Completion:
+    def complete(self, role: str, messages: Sequence[ChatMessage]) -> TextAnswer:
         row: dict[str, Any] = {"kind": "asked", "role": role, "prompt": [asdict(one) for one in messages], "at": round(self.budget.elapsed, 3)}
         try:
             self.budget.check(messages)
@@ -94,7 +94,7 @@ class RecordedGenerator:
         return found
 
 
-class Replay:
+class TranscriptReplay:
     """A transcript as generator, environment and clock."""
 
     def __init__(self, path: Path) -> None:
@@ -110,7 +110,7 @@ class Replay:
     def done(self) -> bool:
         return self._place >= len(self._rows)
 
-    def complete(self, role: str, messages: Sequence[ChatMessage]) -> Completion:
+    def complete(self, role: str, messages: Sequence[ChatMessage]) -> TextAnswer:
         row = self._next("asked")
         try:
             self._at = float(value_of(float, row["at"], "at"))
@@ -119,15 +119,15 @@ class Replay:
             if "fault" in row:
                 kind = _FAULTS[str(row["fault"])]
                 raise kind(str(row["problem"]), str(row["remedy"]))
-            found: Completion = value_of(Completion, row["answer"], "answer")
+            found: TextAnswer = value_of(TextAnswer, row["answer"], "answer")
         except (KeyError, TypeError, ValueError) as error:
             raise self._other(f"a row that cannot be read: {error}") from None
         return found
 
-    def measured(self, texts: Sequence[str]) -> list[Measured]:
+    def measured(self, texts: Sequence[str]) -> list[MeasuredKernel]:
         return [self._measured(text) for text in texts]
 
-    def _measured(self, text: str) -> Measured:
+    def _measured(self, text: str) -> MeasuredKernel:
         row = self._next("measured")
         try:
             if row["sha256"] != digest_of(text):
@@ -149,7 +149,7 @@ class Replay:
         return FileFormatError(f"{self.path}, line {self._place + 1}: {problem}", _REMEDY)
 
 
-def measured_of(data: Any) -> Measured:
+def measured_of(data: Any) -> MeasuredKernel:
     """Raises ValueError and its like where it is none."""
     found: TrialResult = value_of(TrialResult, data["result"], "result")
     reward = float(value_of(float, data["reward"], "reward"))
@@ -158,7 +158,7 @@ def measured_of(data: Any) -> Measured:
     counters = data["counters"]
     if not isinstance(counters, dict):
         raise ValueError("counters that are none")
-    return Measured(result=found, counters=counters, reward=reward)
+    return MeasuredKernel(result=found, counters=counters, reward=reward)
 
 
 def digest_of(text: str) -> str:

@@ -19,7 +19,7 @@ from foretell.tune.search.evolve import Evolution
 from foretell.tune.search.kept import KeptRows, KeptWinner, kept_rows, winners_elsewhere
 from foretell.tune.search.space import Config, shown
 from foretell.tune.search.templates import Template, bucket_of, digest_of, templates_of
-from foretell.tune.search.trial import REFUSED, TIMED, TrialResult, Trials, written
+from foretell.tune.search.trial import TIMED, TrialResult, Trials, written
 from foretell.tune.verify.types import Verdict
 
 RESERVE = 0.4
@@ -95,14 +95,14 @@ def search(
     if template is None:
         (template, *_) = _templates(trials, options)
     with _rows(trials, options, template) as kept:
-        found = _Search(trials, options, template, kept, begun, doing)
+        found = _Generations(trials, options, template, kept, begun, doing)
         if kept.winner is not None and not options.again and (answer := found.known_winner()) is not None:
             return answer
         return found.run()
 
 
-def _templates(trials: Trials, options: SearchOptions, *, guarded: bool = False) -> tuple[Template, ...]:
-    found = templates_of(trials.task, trials.shape, on_gpu=trials.setting.on_gpu, triton=options.triton, guarded=guarded)
+def _templates(trials: Trials, options: SearchOptions) -> tuple[Template, ...]:
+    found = templates_of(trials.task, trials.shape, on_gpu=trials.setting.on_gpu, triton=options.triton)
     if not found:
         raise UserError(
             f"no template does {trials.task.path}: it has {trials.shape.problem}",
@@ -120,7 +120,7 @@ def _rows(trials: Trials, options: SearchOptions, template: Template) -> KeptRow
 
 
 @dataclass
-class _Search:
+class _Generations:
     """One of them."""
 
     trials: Trials
@@ -142,9 +142,10 @@ class _Search:
         known = self.kept.winner
         assert known is not None
         self.resumed = len(self.kept.rows)
-        text = self.template.text(known.config)
         self.doing("verifying what an earlier search found")
-        verdict = self.trials.verified(written(text, self.trials.task.name))
+        text, verdict = self._verified(known.config)
+        if verdict.check in _SHAPE_CHECKS and self._guards():
+            text, verdict = self._verified(known.config)
         if not verdict.accepted:
             self.notes.append(f"what an earlier search found is refused now ({verdict.check}); searched anew")
             return None
@@ -178,19 +179,30 @@ class _Search:
         return evolution
 
     def _generations(self, evolution: Evolution) -> None:
-        first = not self.kept.rows
+        first = True
         while self.left() > RESERVE and (generation := evolution.ask()):
             for config in generation:
                 if (self.left() <= RESERVE and evolution.ranked) or self._enough():
                     return
                 result = self._tried(config)
-                if first and result.status == REFUSED and result.check in _SHAPE_CHECKS:
-                    (self.template, *_) = _templates(self.trials, self.options, guarded=True)
-                    self.notes.append("the task says its width as a number: the kernel declines other widths")
+                if first and result.check in _SHAPE_CHECKS and self._guards():
                     result = self._tried(config)
                 first = False
                 self.kept.add(config, result)
                 evolution.tell(config, result.score)
+
+    def _verified(self, config: Config) -> tuple[str, Verdict]:
+        text = self.template.text(config)
+        return text, self.trials.verified(written(text, self.trials.task.name))
+
+    def _guards(self) -> bool:
+        """Decline other widths from here on, where the task has its own as a number somewhere."""
+        self.notes.append("the task says its width as a number: the kernel declines other widths")
+        found = templates_of(
+            self.trials.task, self.trials.shape, on_gpu=self.trials.setting.on_gpu, triton=self.options.triton, guarded=True
+        )
+        self.template = next((one for one in found if one.name == self.template.name), self.template)
+        return bool(found)
 
     def _enough(self) -> bool:
         return bool(self.options.most) and len(self.kept.rows) >= self.options.most
@@ -205,10 +217,9 @@ class _Search:
         """The best beside every baseline; where it does not win, the next."""
         first: SearchAnswer | None = None
         for config in configs:
-            text = self.template.text(config)
-            code = written(text, self.trials.task.name)
             self.doing(f"verifying {shown(config)}")
-            verdict = self.trials.verified(code)
+            text, verdict = self._verified(config)
+            code = written(text, self.trials.task.name)
             speed = self.trials.judged(code, compile=self.options.compile) if verdict.accepted else None
             answer = self._answer(config, text, verdict, speed)
             if answer.faster:

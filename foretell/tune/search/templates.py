@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from foretell.tune.search.rowwise.lowering import program_of
@@ -56,7 +56,7 @@ def task_shape(code: Code, traced: Mapping[str, Any]) -> TaskShape:
         program = program_of(traced)
     except NotRowWise as error:
         problem = str(error)
-    told = json.dumps(asdict(program), sort_keys=True) if program is not None else code.text
+    told = json.dumps(asdict(replace(program, width=0)), sort_keys=True) if program is not None else code.text
     return TaskShape(
         program=program, problem=problem, shapes=tuple(tuple(one["shape"]) for one in traced["inputs"]),
         dtypes=tuple(one["dtype"] for one in traced["inputs"]), op=hashlib.sha256(told.encode()).hexdigest()[:16],
@@ -73,9 +73,10 @@ def templates_of(code: Code, shape: TaskShape, *, on_gpu: bool, triton: bool, gu
 
 
 def digest_of(template: Template) -> str:
-    """Changes with what a template writes."""
+    """Changes with what a template writes, and not with the text of the task around it."""
     space = template.space
-    told = json.dumps([template.name, [asdict(axis) for axis in space.axes], template.text(space.first)])
+    bare = replace(template, source="", guarded=False) if isinstance(template, TorchRows | TritonRows) else template
+    told = json.dumps([template.name, [asdict(axis) for axis in space.axes], bare.text(space.first)])
     return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
@@ -98,26 +98,25 @@ class Trials:
 
     # --- one candidate --------------------------------------------------------------------------------------------------
 
-    def compiled(self, code: Code) -> TrialResult | None:
-        """Pruned, where its kernels do not compile for the target or spill; None: to be tried, or no Triton here."""
+    def compiled(self, code: Code) -> tuple[Mapping[str, Any], ...]:
+        """Its kernels compiled for the target, forward and backward; empty without Triton, or where the harness says what is wrong."""
         if not triton_kernels.installed():
-            return None
+            return ()
         plain = replace(self.setting, environment={**self.setting.environment, "TRITON_INTERPRET": "0"})
         question = replace(self.question, wanted=_every(self.question), cotangents=self._cotangents()) if self.asked.gradients else self.question
         try:
             with ModuleSide(code, plain, watched=False) as side:
-                launches = side.call(question, "kernels", how=triton_kernels.COMPILE, target=self.asked.target).launches
+                return tuple(side.call(question, "kernels", how=triton_kernels.COMPILE, target=self.asked.target).launches)
         except (Raised, Lost):
-            return None  # the harness says what is wrong with it
-        return pruned(launches)
+            return ()
 
     def _cotangents(self) -> tuple[RawTensor, ...]:
         return tuple(one for one in self.outputs if one.is_float)
 
-    def verified(self, code: Code, asked: HarnessOptions | None = None) -> Verdict:
-        """By the harness, where the task was cut on fewer rows; then on the task's own inputs, whole."""
+    def verified(self, code: Code, asked: HarnessOptions | None = None, *, whole: bool = True) -> Verdict:
+        """By the harness, where the task was cut on fewer rows; `whole`: then on the task's own inputs too."""
         found = examine(code, self.cases, self.setting, asked or self.asked)
-        return self._whole(code, found) if found.accepted and self.gate is not self.task else found
+        return self._whole(code, found) if whole and found.accepted and self.gate is not self.task else found
 
     def _whole(self, code: Code, found: Verdict) -> Verdict:
         assert self.asked.seed is not None
@@ -161,14 +160,15 @@ class Trials:
 
     def tried(self, code: Code, *, prune: bool = False) -> TrialResult:
         """Compiled, verified and timed; the first that fails ends it."""
-        if prune and (early := self.compiled(code)) is not None:
+        launches = self.compiled(code) if prune else ()
+        if (early := pruned(launches)) is not None:
             return early
-        verdict = self.verified(code)
+        stages = tuple(one for one in self.asked.stages if one != "compile" or not launches)  # once is enough
+        verdict = self.verified(code, replace(self.asked, stages=stages), whole=False)
         if not verdict.accepted:
             return TrialResult(status=REFUSED, stage=verdict.stage, check=verdict.check, reason=verdict.reason)
-        found = self.timed(code)
-        launches = max(verdict.compiled, key=lambda one: one.get("registers", 0), default={})
-        return replace(found, registers=int(launches.get("registers", 0)), spilled_bytes=int(launches.get("spilled_bytes", 0)))
+        registers = max((int(one.get("registers", 0)) for one in (*launches, *verdict.compiled)), default=0)
+        return replace(self.timed(code), registers=registers)
 
     def judged(self, code: Code, others: tuple[Code, ...] = (), *, compile: bool = True, pairs: int | None = None) -> SpeedVerdict:
         """Beside the best of all baselines, measured again in clean processes."""
@@ -209,7 +209,7 @@ def _every(question: KernelCall) -> Wanted:
     return Wanted(places, names)
 
 
-def pruned(launches: tuple[Mapping[str, Any], ...] | Any) -> TrialResult | None:
+def pruned(launches: Sequence[Mapping[str, Any]]) -> TrialResult | None:
     """By what the compiler says: what does not compile, spills, or has no register left is not worth the time to measure it."""
     for one in launches:
         if "problem" in one:

@@ -19,9 +19,9 @@ from foretell.tune.search.rowwise.program import (
     ROWSUM,
     SCALAR,
     WHERE,
-    Node,
     NotRowWise,
     RowBuilder,
+    RowNode,
     RowProgram,
     needed,
 )
@@ -31,7 +31,7 @@ from foretell.tune.search.rowwise.program import (
 class RowBackward:
     """The nodes of a program and of its backward together; cotangents are further inputs, after the program's own."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[RowNode, ...]
     gradients: tuple[int | None, ...]
     """Of each input; None where it has none."""
 
@@ -64,7 +64,7 @@ def _collect(build: RowBuilder, found: dict[int, int], place: int, more: int) ->
     found[place] = build.add("add", found[place], more) if place in found else more
 
 
-def _spread(build: RowBuilder, found: dict[int, int], place: int, node: Node) -> None:
+def _spread(build: RowBuilder, found: dict[int, int], place: int, node: RowNode) -> None:
     """What comes back to a value goes on to what it was made of."""
     back = found[place]
     if node.truth or (node.op == ROWMAX and node.value):  # a shift, which the answer does not depend on

@@ -23,7 +23,7 @@ class NotRowWise(Exception):
 
 
 @dataclass(frozen=True)
-class Node:
+class RowNode:
     """One value."""
 
     op: str
@@ -50,7 +50,7 @@ class RowInput:
 class RowProgram:
     """What a module computes."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[RowNode, ...]
     inputs: tuple[RowInput, ...]
     outputs: tuple[int, ...]
     trailing: tuple[bool, ...]
@@ -74,23 +74,23 @@ class RowProgram:
 class RowBuilder:
     """Nodes, each once; arithmetic that says nothing is left out."""
 
-    nodes: list[Node] = field(default_factory=list)
-    _known: dict[Node, int] = field(default_factory=dict)
+    nodes: list[RowNode] = field(default_factory=list)
+    _known: dict[RowNode, int] = field(default_factory=dict)
 
-    def put(self, node: Node) -> int:
+    def put(self, node: RowNode) -> int:
         if node not in self._known:
             self._known[node] = len(self.nodes)
             self.nodes.append(node)
         return self._known[node]
 
     def const(self, value: float) -> int:
-        return self.put(Node(CONST, (), SCALAR, float(value)))
+        return self.put(RowNode(CONST, (), SCALAR, float(value)))
 
     def width(self) -> int:
-        return self.put(Node(WIDTH, (), SCALAR))
+        return self.put(RowNode(WIDTH, (), SCALAR))
 
     def input(self, place: int, kind: str, truth: bool = False) -> int:
-        return self.put(Node(INPUT, (), kind, float(place), truth))
+        return self.put(RowNode(INPUT, (), kind, float(place), truth))
 
     def is_const(self, one: int, value: float) -> bool:
         return self.nodes[one].op == CONST and self.nodes[one].value == value
@@ -104,21 +104,21 @@ class RowBuilder:
         if op in (ROWSUM, ROWMAX):
             return self._reduced(op, args[0], kinds[0])
         if op == COLSUM:
-            return self.put(Node(op, args, {FULL: COLUMN, ROW: SCALAR}[kinds[0]]))
+            return self.put(RowNode(op, args, {FULL: COLUMN, ROW: SCALAR}[kinds[0]]))
         truth = op in COMPARED or op in ("and", "or", "not")
-        return self.put(Node(op, args, joined(kinds), truth=truth))
+        return self.put(RowNode(op, args, joined(kinds), truth=truth))
 
     def shift(self, one: int) -> int:
         """The largest of a row, taken from a row's numbers to keep them small: the answer does not depend on it, so it has no gradient."""
         found = self.add(ROWMAX, one)
-        return self.put(Node(ROWMAX, (one,), ROW, value=1.0)) if self.nodes[found].op == ROWMAX and self.nodes[found].args == (one,) else found
+        return self.put(RowNode(ROWMAX, (one,), ROW, value=1.0)) if self.nodes[found].op == ROWMAX and self.nodes[found].args == (one,) else found
 
     def _reduced(self, op: str, arg: int, kind: str) -> int:
         if kind in (ROW, SCALAR):
             return arg if op == ROWMAX else self.add("mul", arg, self.width())
         if kind == COLUMN:
             raise NotRowWise("a sum over a weight")
-        return self.put(Node(op, (arg,), ROW))
+        return self.put(RowNode(op, (arg,), ROW))
 
     def _simple(self, op: str, args: tuple[int, ...]) -> int | None:
         if op in ("add", "sub", "mul", "div") and len(args) == 2:
@@ -149,7 +149,7 @@ def joined(kinds: Iterable[str]) -> str:
     return ROW if ROW in found else COLUMN if COLUMN in found else SCALAR
 
 
-def needed(nodes: tuple[Node, ...] | list[Node], wanted: Iterable[int]) -> list[int]:
+def needed(nodes: tuple[RowNode, ...] | list[RowNode], wanted: Iterable[int]) -> list[int]:
     """Places of the nodes that `wanted` follow from, in order."""
     found: set[int] = set()
     left = list(wanted)
@@ -161,7 +161,7 @@ def needed(nodes: tuple[Node, ...] | list[Node], wanted: Iterable[int]) -> list[
     return sorted(found)
 
 
-def numbers(nodes: tuple[Node, ...] | list[Node]) -> set[int]:
+def numbers(nodes: tuple[RowNode, ...] | list[RowNode]) -> set[int]:
     """Places of what follows from constants and the width alone."""
     found: set[int] = set()
     for place, node in enumerate(nodes):
@@ -170,7 +170,7 @@ def numbers(nodes: tuple[Node, ...] | list[Node]) -> set[int]:
     return found
 
 
-def last_uses(nodes: tuple[Node, ...] | list[Node], order: list[int], kept: Iterable[int]) -> dict[int, int]:
+def last_uses(nodes: tuple[RowNode, ...] | list[RowNode], order: list[int], kept: Iterable[int]) -> dict[int, int]:
     """Place of a node → the last one that reads it; those `kept` are read until the end."""
     found = {arg: one for one in order for arg in nodes[one].args}
     return {**found, **{one: len(nodes) for one in kept}}

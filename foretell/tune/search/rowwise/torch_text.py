@@ -23,8 +23,8 @@ from foretell.tune.search.rowwise.program import (
     UNARY,
     WHERE,
     WIDTH,
-    Node,
     NotRowWise,
+    RowNode,
     RowProgram,
     last_uses,
     needed,
@@ -105,7 +105,7 @@ def _chunks(config: Config) -> list[str]:
     return [f"step = max(1, {int(config['chunk_kib']) * 256} // max(1, width))", "for a in range(0, rows, step):", "    b = a + step"]
 
 
-def _slices(program: RowProgram, order: Sequence[int], nodes: Sequence[Node]) -> list[str]:
+def _slices(program: RowProgram, order: Sequence[int], nodes: Sequence[RowNode]) -> list[str]:
     """Inputs of a chunk, wide."""
     found = []
     count = len(program.inputs)
@@ -119,7 +119,7 @@ def _slices(program: RowProgram, order: Sequence[int], nodes: Sequence[Node]) ->
     return found
 
 
-def _emitted(nodes: tuple[Node, ...], order: Sequence[int], targets: dict[int, str], config: Config) -> list[str]:
+def _emitted(nodes: tuple[RowNode, ...], order: Sequence[int], targets: dict[int, str], config: Config) -> list[str]:
     """A line for each value; what is written for the last time takes the place of what is read for the last time."""
     lasts = last_uses(nodes, list(order), targets)
     plain = numbers(nodes)
@@ -136,7 +136,7 @@ def _emitted(nodes: tuple[Node, ...], order: Sequence[int], targets: dict[int, s
     return lines
 
 
-def _reused(nodes: Sequence[Node], one: int, lasts: dict[int, int], config: Config) -> str:
+def _reused(nodes: Sequence[RowNode], one: int, lasts: dict[int, int], config: Config) -> str:
     """A value of the same kind that nobody reads after this one."""
     if not config["reuse"] or nodes[one].kind != FULL or nodes[one].truth:
         return ""
@@ -147,19 +147,19 @@ def _reused(nodes: Sequence[Node], one: int, lasts: dict[int, int], config: Conf
     return ""
 
 
-def _dotted(nodes: tuple[Node, ...], config: Config) -> tuple[Node, ...]:
+def _dotted(nodes: tuple[RowNode, ...], config: Config) -> tuple[RowNode, ...]:
     """A sum of products, in one pass where the configuration says so."""
 
-    def dot(node: Node) -> Node:
+    def dot(node: RowNode) -> RowNode:
         inner = nodes[node.args[0]] if node.op == ROWSUM else node
         if node.op != ROWSUM or inner.op != "mul" or any(nodes[arg].kind != FULL for arg in inner.args):
             return node
-        return Node(DOT, inner.args, ROW)
+        return RowNode(DOT, inner.args, ROW)
 
     return tuple(map(dot, nodes)) if config["dot"] else nodes
 
 
-def _line(nodes: Sequence[Node], one: int, out: str, numbers_of: set[int]) -> list[str]:
+def _line(nodes: Sequence[RowNode], one: int, out: str, numbers_of: set[int]) -> list[str]:
     node = nodes[one]
     args = [f"v{arg}" for arg in node.args]
     plain = [arg in numbers_of for arg in node.args]

@@ -22,7 +22,7 @@ from foretell.tune.search.rowwise.program import (
     ROWSUM,
     WHERE,
     WIDTH,
-    Node,
+    RowNode,
     RowProgram,
     needed,
 )
@@ -120,11 +120,11 @@ def _places() -> list[str]:
     ]  # fmt: skip
 
 
-def _values(program: RowProgram, nodes: Sequence[Node], order: Sequence[int]) -> list[str]:
+def _values(program: RowProgram, nodes: Sequence[RowNode], order: Sequence[int]) -> list[str]:
     return [f"v{one} = {_value(program, nodes, one)}" for one in order]
 
 
-def _value(program: RowProgram, nodes: Sequence[Node], one: int) -> str:
+def _value(program: RowProgram, nodes: Sequence[RowNode], one: int) -> str:
     node = nodes[one]
     args = [f"v{arg}" for arg in node.args]
     if node.op == INPUT:
@@ -151,7 +151,7 @@ def _value(program: RowProgram, nodes: Sequence[Node], one: int) -> str:
     return f"{_CALLS[node.op]}({', '.join(args)})"
 
 
-def _load(program: RowProgram, node: Node) -> str:
+def _load(program: RowProgram, node: RowNode) -> str:
     place, count = int(node.value), len(program.inputs)
     name = f"x{place}" if place < count else f"g{place - count}"
     wide = " != 0" if node.truth else ".to(tl.float32)"
@@ -164,7 +164,7 @@ def _load(program: RowProgram, node: Node) -> str:
     return f"tl.load({name}){wide}"
 
 
-def _broadcast(nodes: Sequence[Node], one: int, kind: str) -> str:
+def _broadcast(nodes: Sequence[RowNode], one: int, kind: str) -> str:
     """A gradient may be the same along a row."""
     return f"v{one} + tl.zeros([ROWS, BLOCK], dtype=tl.float32)" if nodes[one].kind != FULL and kind == FULL else f"v{one}"
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from foretell.tune.verify.inside.calls import name_of, outputs_of
 
 
-class Recorder(TorchDispatchMode):
+class AtenRecorder(TorchDispatchMode):
     """Every tensor has a number; those made inside are kept alive, so that no number is given twice."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Recorder(TorchDispatchMode):
 
 def graph_of(module: nn.Module, arguments: Sequence[Any]) -> dict[str, Any]:
     """One forward without gradients."""
-    recorder = Recorder()
+    recorder = AtenRecorder()
     inputs, plain = [], 0
     for place, one in enumerate(arguments):
         if isinstance(one, Tensor):
@@ -61,5 +61,5 @@ def graph_of(module: nn.Module, arguments: Sequence[Any]) -> dict[str, Any]:
     return {"inputs": inputs, "plain": plain, "ops": recorder.ops, "outputs": told, "arguments": len(arguments)}
 
 
-def _said(recorder: Recorder, tensor: Tensor) -> dict[str, Any]:
+def _said(recorder: AtenRecorder, tensor: Tensor) -> dict[str, Any]:
     return {"t": recorder.number(tensor), "shape": list(tensor.shape), "dtype": name_of(tensor.dtype)}

@@ -194,11 +194,11 @@ def _is_url(where: str) -> bool:
 
 def generator_of(asked: GeneratorAsked) -> TextGenerator:
     """The endpoint or the command."""
-    from foretell.tune.generate.budget import Prices
+    from foretell.tune.generate.budget import TokenPrices
     from foretell.tune.generate.command import CommandGenerator
     from foretell.tune.generate.endpoint import KEY, HttpEndpoint
 
-    prices = Prices(per_million_in=asked.price_in, per_million_out=asked.price_out)
+    prices = TokenPrices(per_million_in=asked.price_in, per_million_out=asked.price_out)
     if not _is_url(asked.where):
         return CommandGenerator(command=asked.where, prices=prices, seconds=asked.time_limit)
     key = os.environ.get(asked.key_env or KEY, "").strip()
@@ -210,18 +210,18 @@ def generator_of(asked: GeneratorAsked) -> TextGenerator:
 def _generated(
     trials: Trials, asked: GeneratorAsked, minutes: float, compile: bool, folder: Path, progress: Callable[[str], None]
 ) -> KernelSearch:
-    from foretell.tune.generate.budget import Prices, SessionBudget
+    from foretell.tune.generate.budget import SessionBudget, TokenPrices
     from foretell.tune.generate.gym import KernelGym
-    from foretell.tune.generate.rounds import Session, head_of
+    from foretell.tune.generate.rounds import KernelSession, head_of
     from foretell.tune.generate.transcript import RecordedGenerator, TranscriptWriter
 
     options, memory = _session(trials, asked)
     gym = KernelGym(trials, honest=options.ways.gym, audit=options.ways.audit)
-    prices = Prices(per_million_in=asked.price_in, per_million_out=asked.price_out)
+    prices = TokenPrices(per_million_in=asked.price_in, per_million_out=asked.price_out)
     budget: SessionBudget = SessionBudget(minutes * SESSION_SHARE, asked.money, prices)
     writer = TranscriptWriter(_free(folder / "transcript.jsonl"), head_of(options, memory, budget))
     try:
-        session = Session(options, RecordedGenerator(generator_of(asked), budget, writer), gym, budget, memory, writer, progress).run()
+        session = KernelSession(options, RecordedGenerator(generator_of(asked), budget, writer), gym, budget, memory, writer, progress).run()
     finally:
         writer.close()
         gym.end()
