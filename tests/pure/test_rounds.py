@@ -10,16 +10,19 @@ import pytest
 
 from foretell.api.kernels import search as kernels
 from foretell.cli import main
+from foretell.tune.generate import prompts
 from foretell.tune.generate.budget import SessionBudget, TokenPrices
 from foretell.tune.generate.endpoint import HttpEndpoint
+from foretell.tune.generate.prompts import RoundState
 from foretell.tune.generate.replay import replayed
 from foretell.tune.generate.rounds import KernelSession, SessionAnswer, SessionOptions, head_of
-from foretell.tune.generate.talk import ChatMessage, TextAnswer
+from foretell.tune.generate.talk import BudgetSpent, ChatMessage, TextAnswer
 from foretell.tune.generate.transcript import MeasuredKernel, RecordedGenerator, TranscriptWriter
 from foretell.tune.generate.ways import Ways, ways_without
 from foretell.tune.search.trial import TIMED, TrialResult
 from tests.pure.scripted import TASK, block, loop, served, whole
 
+PRICES = TokenPrices(per_million_in=50.0, per_million_out=50.0)
 ALONE = Ways(strategy=False, judge=False, memory=False)
 
 
@@ -52,7 +55,7 @@ def session(folder: Path, generator: object, *, ways: Ways = ALONE, environment:
             clock: float = 0.0, **more: object) -> SessionAnswer:  # fmt: skip
     options = SessionOptions(task=TASK, ops=("mul",), backend="tests", ways=ways, **{"rounds": 6, **more})  # type: ignore[arg-type]
     ticks = iter(range(10_000))
-    budget = SessionBudget(1.0, money, TokenPrices(per_million_in=50.0, per_million_out=50.0), clock=lambda: clock * next(ticks))
+    budget = SessionBudget(1.0, money, PRICES, clock=lambda: clock * next(ticks))
     writer = TranscriptWriter(folder / "transcript.jsonl", head_of(options, None, budget))
     recorded = RecordedGenerator(generator, budget, writer)  # type: ignore[arg-type]
     found = KernelSession(options, recorded, environment or Speeds(), budget, None, writer).run()
@@ -78,10 +81,13 @@ def test_an_endpoint_that_fails_later_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_money_is_never_overspent(tmp_path: Path) -> None:
-    """A question could cost half of it, nearly all for its answer; after a few cents the next one is not asked."""
-    found = session(tmp_path, Answers(*[block(loop())] * 6), money=0.53)
+    """There is enough for the first question and five cents; prompts grow, and a later one is not asked."""
+    first = SessionBudget(1.0, None, PRICES).highest(prompts.coder(RoundState(task=TASK, backend="tests")))
+    found = session(tmp_path, Answers(*[block(loop())] * 6), money=first + 0.05)
     assert found.fault == "BudgetSpent" and "could cost" in found.ended and found.best is not None
-    assert 0.01 <= found.spent < 0.06
+    assert 0.01 <= found.spent <= 0.05
+    with pytest.raises(BudgetSpent):
+        SessionBudget(1.0, first - 1e-9, PRICES).check(prompts.coder(RoundState(task=TASK, backend="tests")))
 
 
 def test_minutes_end_a_session(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -68,9 +68,12 @@ def made(name: str, folder: Path, generator: TextGenerator | None = None, memory
             gym.end()
 
 
-def record(folder: Path) -> None:
+def record(folder: Path, only: Sequence[str] = ()) -> None:
+    """All of them, or some; the second pass of the memory needs the first."""
     memory = TunerMemory("cpu")
     for name, (_, ways, _) in SESSIONS.items():
+        if only and name not in only:
+            continue
         found = made(name, folder, memory=memory if ways.memory else None)
         best = f"{found.best.speedup:.2f}" if found.best else "nothing"
         print(f"{name:18} {best:>8} {found.tries} of {found.asked} tries; {found.ended}")
@@ -236,4 +239,4 @@ def test_a_session_over_http_goes_as_it_was_recorded(name: str, tmp_path: Path) 
 
 if __name__ == "__main__" and "--write" in sys.argv:
     FOLDER.mkdir(exist_ok=True)
-    record(FOLDER)
+    record(FOLDER, [word for word in sys.argv[1:] if word != "--write"])
