@@ -122,7 +122,7 @@ def _strategy(role: str, prompt: str) -> str:
 def _judge(role: str, prompt: str) -> str:
     if role == JUDGE:
         counters = json.loads(re.search(r"Counters: (.*)", prompt)[1])  # type: ignore[index]
-        return "24 sums where one would do: take all rows together." if counters["ops"].get("linalg_vecdot", 0) > 1 else "Nothing holds it back."
+        return "24 sums where one would do: take all rows together." if counters["ops"].get("vdot", 0) > 1 else "Nothing holds it back."
     return block(whole() if "take all rows together" in prompt else loop())
 
 

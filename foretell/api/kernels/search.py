@@ -93,7 +93,7 @@ def search_kernel(
         if generator is None:
             from foretell.tune.search.search import search
 
-            found = search(trials, _search_options(minutes, seed, compile, again, most), doing=progress)
+            found = search(trials, _search_options(minutes, seed, compile, again, most, side_by_side(trials.setting.on_gpu)), doing=progress)
             answer = KernelSearch(task=reference.name, text=found.text, search=found, verdict=found.verdict, speed=found.speed,
                                   interrupted=found.interrupted)  # fmt: skip
         else:
@@ -134,7 +134,14 @@ CPU_CACHE_BYTES = 8 << 20
 """Of a CPU, that inputs of a loop are larger than, four times over."""
 
 
-def _search_options(minutes: float, seed: int, compile: bool, again: bool, most: int) -> Any:
+def side_by_side(on_gpu: bool) -> int:
+    """Kernels that are verified at a time: on a GPU its compilers are what takes time."""
+    from foretell.cores import physical_cores
+
+    return max(1, min(8, physical_cores() // 2)) if on_gpu else 1
+
+
+def _search_options(minutes: float, seed: int, compile: bool, again: bool, most: int, workers: int) -> Any:
     from foretell.trace.store import cache
     from foretell.tune.search.search import SearchOptions
     from foretell.tune.verify.inside.triton_kernels import installed
@@ -142,6 +149,7 @@ def _search_options(minutes: float, seed: int, compile: bool, again: bool, most:
     folder = cache.folder() / "kernels"
     return SearchOptions(
         minutes=minutes, seed=seed, compile=compile, again=again, most=most, folder=folder, machine=_machine(), triton=installed(),
+        workers=workers,
     )  # fmt: skip
 
 

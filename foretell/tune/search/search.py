@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
@@ -24,7 +24,10 @@ from foretell.tune.verify.types import Verdict
 
 RESERVE = 0.4
 """Share of the budget that is left for the best beside every baseline."""
-FINALISTS = 2
+FINALISTS, MOST_VERIFIED = 2, 6
+"""Of the best: measured beside every baseline, and looked at by all stages until so many are right."""
+QUICK = ("scan", "smoke", "gradients")
+"""Stages of a configuration, where each size and format is compiled anew; the first and the best pass all of them."""
 _SHAPE_CHECKS = ("shapes",)
 Doing = Callable[[str], None]
 
@@ -45,6 +48,8 @@ class SearchOptions:
     triton: bool = False
     most: int = 0
     """Configurations that are measured at most; 0: by the budget alone."""
+    workers: int = 1
+    """Configurations that are verified side by side."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +170,7 @@ class _Generations:
         if self.interrupted:
             return self._answer(ranked[0][1], self.template.text(ranked[0][1]), None, None)
         try:
-            return self._finals([config for _, config in ranked[:FINALISTS]])
+            return self._finals([config for _, config in ranked[:MOST_VERIFIED]])
         except KeyboardInterrupt:
             self.interrupted = True
             return self._answer(ranked[0][1], self.template.text(ranked[0][1]), None, None)
@@ -181,15 +186,23 @@ class _Generations:
     def _generations(self, evolution: Evolution) -> None:
         first = True
         while self.left() > RESERVE and (generation := evolution.ask()):
-            for config in generation:
+            if first:  # by all stages: what holds for one holds for all
+                first = False
+                result = self._tried(generation[:1])[0]
+                if result.check in _SHAPE_CHECKS and self._guards():
+                    result = self._tried(generation[:1])[0]
+                self._add(evolution, generation.pop(0), result)
+            size = self.options.workers
+            for start in range(0, len(generation), size):
+                some = generation[start : start + size]
                 if (self.left() <= RESERVE and evolution.ranked) or self._enough():
                     return
-                result = self._tried(config)
-                if first and result.check in _SHAPE_CHECKS and self._guards():
-                    result = self._tried(config)
-                first = False
-                self.kept.add(config, result)
-                evolution.tell(config, result.score)
+                for config, result in zip(some, self._tried(some, QUICK if self.template.compiles else ()), strict=True):
+                    self._add(evolution, config, result)
+
+    def _add(self, evolution: Evolution, config: Config, result: TrialResult) -> None:
+        self.kept.add(config, result)
+        evolution.tell(config, result.score)
 
     def _verified(self, config: Config) -> tuple[str, Verdict]:
         text = self.template.text(config)
@@ -207,32 +220,36 @@ class _Generations:
     def _enough(self) -> bool:
         return bool(self.options.most) and len(self.kept.rows) >= self.options.most
 
-    def _tried(self, config: Config) -> TrialResult:
+    def _tried(self, configs: Sequence[Config], stages: Sequence[str] = ()) -> list[TrialResult]:
         best = max((result.speedup for _, result in self.kept.rows.values()), default=0.0)
-        self.doing(f"{len(self.kept.rows)} tried" + (f", best {best:.2f}× eager" if best else "") + f"; {shown(config)}")
-        code = written(self.template.text(config), self.trials.task.name)
-        return self.trials.tried(code, prune=self.template.compiles)
+        self.doing(f"{len(self.kept.rows)} tried" + (f", best {best:.2f}× eager" if best else "") + f"; {shown(configs[0])}")
+        codes = [written(self.template.text(config), self.trials.task.name) for config in configs]
+        return list(self.trials.each(codes, prune=self.template.compiles, stages=stages, workers=len(codes)))
 
-    def _finals(self, configs: list[Config]) -> SearchAnswer:
-        """The best beside every baseline; where it does not win, the next."""
-        first: SearchAnswer | None = None
+    def _finals(self, configs: Sequence[Config]) -> SearchAnswer:
+        """The best by all stages and beside every baseline; where it does not win, the next."""
+        found: list[SearchAnswer] = []
+        judged = 0
         for config in configs:
             self.doing(f"verifying {shown(config)}")
             text, verdict = self._verified(config)
             code = written(text, self.trials.task.name)
             speed = self.trials.judged(code, compile=self.options.compile) if verdict.accepted else None
-            answer = self._answer(config, text, verdict, speed)
-            if answer.faster:
-                assert speed is not None
-                worst = speed.shapes[0]
-                ratio = worst.ratios[worst.best]
-                self.kept.end(KeptWinner(config=config, speedup=ratio.speedup, low=ratio.low, beside=worst.best, date=date.today().isoformat()))
-                return answer
-            first = first or answer
-            if self.left() < RESERVE / 2:
+            judged += verdict.accepted
+            found.append(self._answer(config, text, verdict, speed))
+            if found[-1].faster:
+                self._keep(found[-1])
                 break
-        assert first is not None
-        return first
+            if judged == FINALISTS or self.left() < RESERVE / 2:
+                break
+        return max(found, key=lambda one: (one.faster, one.speed is not None, -found.index(one)))
+
+    def _keep(self, answer: SearchAnswer) -> None:
+        """For the next time."""
+        assert answer.speed is not None and answer.config is not None
+        worst = answer.speed.shapes[0]
+        ratio = worst.ratios[worst.best]
+        self.kept.end(KeptWinner(config=answer.config, speedup=ratio.speedup, low=ratio.low, beside=worst.best, date=date.today().isoformat()))
 
     def _answer(
         self, config: Config | None, text: str, verdict: Verdict | None, speed: SpeedVerdict | None, kept: KeptWinner | None = None

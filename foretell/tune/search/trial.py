@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
@@ -28,7 +29,7 @@ from foretell.tune.verify.source import CANDIDATE, Code
 from foretell.tune.verify.types import HarnessOptions, Verdict
 from foretell.tune.verify.wire import RawTensor
 
-TIMED, REFUSED, PRUNED, FAILED = "timed", "refused", "pruned", "failed"
+TIMED, REFUSED, PRUNED, FAILED, PASSED = "timed", "refused", "pruned", "failed", "passed"
 QUICK_PAIRS = 8
 MOST_REGISTERS = 255
 
@@ -158,17 +159,33 @@ class Trials:
         ratio = median(math.log(a) - math.log(b) for a, b in zip(theirs, own, strict=True))
         return TrialResult(status=TIMED, seconds=median(own), speedup=math.exp(ratio))
 
-    def tried(self, code: Code, *, prune: bool = False) -> TrialResult:
-        """Compiled, verified and timed; the first that fails ends it."""
+    def checked(self, code: Code, *, prune: bool = False, stages: Sequence[str] = ()) -> TrialResult:
+        """Compiled and verified by some of the stages, by all if none are named; what passes is not timed yet."""
         launches = self.compiled(code) if prune else ()
         if (early := pruned(launches)) is not None:
             return early
-        stages = tuple(one for one in self.asked.stages if one != "compile" or not launches)  # once is enough
-        verdict = self.verified(code, replace(self.asked, stages=stages), whole=False)
+        wanted = tuple(one for one in stages or self.asked.stages if one != "compile" or not launches)  # once is enough
+        verdict = self.verified(code, replace(self.asked, stages=wanted), whole=False)
         if not verdict.accepted:
             return TrialResult(status=REFUSED, stage=verdict.stage, check=verdict.check, reason=verdict.reason)
         registers = max((int(one.get("registers", 0)) for one in (*launches, *verdict.compiled)), default=0)
-        return replace(self.timed(code), registers=registers)
+        return TrialResult(status=PASSED, registers=registers)
+
+    def tried(self, code: Code, *, prune: bool = False, stages: Sequence[str] = ()) -> TrialResult:
+        """Compiled, verified and timed; the first that fails ends it."""
+        found = self.checked(code, prune=prune, stages=stages)
+        return replace(self.timed(code), registers=found.registers) if found.status == PASSED else found
+
+    def each(self, codes: Sequence[Code], *, prune: bool = False, stages: Sequence[str] = (), workers: int = 1) -> Iterator[TrialResult]:
+        """Of several, in their order. With several workers they are verified side by side, and timed when all of that is over."""
+        if workers == 1:
+            yield from (self.tried(code, prune=prune, stages=stages) for code in codes)
+            return
+        _ = self.cases
+        with ThreadPoolExecutor(workers) as pool:
+            early = list(pool.map(lambda code: self.checked(code, prune=prune, stages=stages), codes))
+        for code, found in zip(codes, early, strict=True):
+            yield replace(self.timed(code), registers=found.registers) if found.status == PASSED else found
 
     def judged(self, code: Code, others: tuple[Code, ...] = (), *, compile: bool = True, pairs: int | None = None) -> SpeedVerdict:
         """Beside the best of all baselines, measured again in clean processes."""
