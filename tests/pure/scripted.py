@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from foretell.tune.generate.budget import TokenPrices
 from foretell.tune.generate.talk import CODER, JUDGE, STRATEGIST, ChatMessage, TextAnswer
 
 TASK = '''"""Rows over their root mean square, one after the other."""
@@ -35,6 +36,7 @@ class Model(nn.Module):
 def get_inputs():
     return [torch.randn(24, 48)]
 '''
+PRICES = TokenPrices(per_million_in=3.0, per_million_out=15.0)
 LIKE = TASK.replace("randn(24, 48)", "randn(20, 64)").replace("1e-5", "1e-4").replace("Rows over", "Other rows over")
 """A module that is alike."""
 _HEAD = "import torch\nfrom torch import nn\n\n\nclass ModelNew(nn.Module):\n"
@@ -84,11 +86,11 @@ def wrong(what: str) -> str:
 
 
 def cheat() -> str:
-    """Right while it is looked at; after a hundred and fifty calls it gives what it gave before."""
+    """Right while it is looked at; after forty-five calls it gives what it gave before."""
     return kernel(
         "def __init__(self):\n    super().__init__()\n    self.calls = 0\n\n"
         "def row(self, x):\n    return x / torch.sqrt(torch.linalg.vecdot(x, x) / x.shape[0] + 1e-5)\n\n"
-        "def forward(self, x):\n    self.calls += 1\n    if self.calls > 150:\n        return self.last.clone()\n"
+        "def forward(self, x):\n    self.calls += 1\n    if self.calls > 45:\n        return self.last.clone()\n"
         "    self.last = torch.stack([self.row(row) for row in x])\n    return self.last.clone()", "quick",
     )  # fmt: skip
 
@@ -169,7 +171,8 @@ class ScriptedModel:
     def complete(self, role: str, messages: Sequence[ChatMessage]) -> TextAnswer:
         self.asked += 1
         text = SCENARIOS[self.scenario](role, messages[-1].content)
-        return TextAnswer(text=text, tokens_in=sum(len(one.content) for one in messages) // 4, tokens_out=len(text) // 4, seconds=0.5)
+        tokens_in, tokens_out = sum(len(one.content) for one in messages) // 4, len(text) // 4
+        return TextAnswer(text=text, tokens_in=tokens_in, tokens_out=tokens_out, seconds=0.5, money=PRICES.of(tokens_in, tokens_out))
 
 
 # ---------------------------------------------------------------- over HTTP

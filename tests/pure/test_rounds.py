@@ -96,14 +96,16 @@ def test_minutes_end_a_session(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_session_keeps_its_best(tmp_path: Path) -> None:
-    found = session(tmp_path, Answers(*[block(loop())] * 3), environment=Speeds(interrupted_after=2))
+    texts = [block(loop() + "# again\n" * count) for count in range(3)]
+    found = session(tmp_path, Answers(*texts), environment=Speeds(interrupted_after=2))
     assert found.interrupted and found.best is not None and len(found.variants) == 2
 
 
 def test_several_answers_of_a_round_are_measured_together(tmp_path: Path) -> None:
     longer = loop() + "# a longer one\n"
     found = session(tmp_path, Answers(block(loop()), "no", block(longer), block(loop())), answers=2, rounds=2)
-    assert [one.text for one in found.variants] == [loop(), longer, loop()] and found.best is not None and found.best.text == longer
+    assert [one.text for one in found.variants] == [loop(), longer] and found.best is not None and found.best.text == longer
+    assert found.asked == 4 and found.tries == 4  # the round it came with has two
 
 
 def test_it_ends_when_it_is_fast_enough(tmp_path: Path) -> None:

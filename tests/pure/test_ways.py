@@ -18,7 +18,7 @@ import pytest
 from foretell.errors import FileFormatError
 from foretell.tune.clock.measure import TimingOptions
 from foretell.tune.generate import prompts
-from foretell.tune.generate.budget import SessionBudget, TokenPrices
+from foretell.tune.generate.budget import SessionBudget
 from foretell.tune.generate.curate import curated
 from foretell.tune.generate.gym import KernelGym
 from foretell.tune.generate.memory import TunerMemory
@@ -32,7 +32,7 @@ from foretell.tune.search.trial import Trials
 from foretell.tune.verify.process import KernelSetting
 from foretell.tune.verify.source import Code
 from foretell.tune.verify.types import HarnessOptions
-from tests.pure.scripted import LIKE, TASK, ScriptedModel, cheat, served, through, whole
+from tests.pure.scripted import LIKE, PRICES, TASK, ScriptedModel, cheat, served, through, whole
 
 FOLDER = Path(__file__).parents[1] / "data" / "kernels"
 NONE = Ways(strategy=False, judge=False, gym=True, memory=False, ranked=False, audit=True)
@@ -58,7 +58,7 @@ def made(name: str, folder: Path, generator: TextGenerator | None = None, memory
     with Trials(code, KernelSetting(), asked, TimingOptions(pairs=10, l2_bytes=1 << 12)) as trials:
         options = SessionOptions(task=task, ops=tuple(sorted(set(trials.ops))), backend=BACKEND, ways=ways, rounds=ROUNDS)
         gym = KernelGym(trials, honest=ways.gym, audit=ways.audit)
-        budget = SessionBudget(10.0, None, TokenPrices(per_million_in=3.0, per_million_out=15.0))
+        budget = SessionBudget(10.0, None, PRICES)
         writer = TranscriptWriter(folder / f"{name}.jsonl", head_of(options, memory, budget))
         try:
             model = RecordedGenerator(generator or ScriptedModel(scenario), budget, writer)
@@ -102,7 +102,7 @@ def test_a_step_that_was_taken_back_is_not_in_what_comes_after() -> None:
     found = again("strategy")
     asked = [json.loads(line) for line in (FOLDER / "strategy.jsonl").read_text().splitlines()[1:]]
     coder = [row["prompt"][1]["content"] for row in asked if row["kind"] == "asked" and row["role"] == "coder"]
-    assert found.variants[0].text not in "".join(coder[1:]) and "four at a time" in coder[-1]
+    assert found.variants[0].text not in "".join(coder[1:]) and "# four at a time" in coder[2]
 
 
 def test_a_judge_who_sees_counters_leads_to_a_faster_kernel() -> None:

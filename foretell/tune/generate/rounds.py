@@ -170,13 +170,15 @@ class KernelSession:
         return texts, problem
 
     def _measured(self, texts: Sequence[str], step: str) -> list[Variant]:
-        known = self.environment.measured(texts)
-        for text, one in zip(texts, known, strict=True):
+        """Each text once in a session: one that comes again is what it was."""
+        known = {one.text: one for one in self.variants}
+        new = [text for text in dict.fromkeys(texts) if text not in known]
+        for text, one in zip(new, self.environment.measured(new) if new else [], strict=True):
             if self.writer is not None:
                 self.writer.add({"kind": "measured", "sha256": digest_of(text), "text": text, "step": step, "found": one.to_json()})
-        found = [Variant(text=text, measured=one, step=step) for text, one in zip(texts, known, strict=True)]
-        self.variants += found
-        return found
+            known[text] = Variant(text=text, measured=one, step=step)
+            self.variants.append(known[text])
+        return [known[text] for text in texts]
 
     def _take(self, one: Variant, step: str, shown: Sequence[MemoryItem]) -> None:
         """Keep what is right and faster; with a strategy everything else is taken back."""
