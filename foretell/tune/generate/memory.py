@@ -12,13 +12,13 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from foretell.decode import json_of, value_of
 from foretell.errors import FileFormatError, UserError
+from foretell.files import write_atomically
 
 DRAFT, REFINE = "draft", "refine"
 VERSION = 1
@@ -86,22 +86,21 @@ class TunerMemory:
             del self.items[worst.key]
 
     def save(self) -> None:
-        """With what another session has kept meanwhile."""
+        """With what another session has kept meanwhile; whole or not at all."""
         if self.path is None:
             return
-        with _held(self.path) as handle:
-            theirs = _items(handle, self.path, self.backend)
-            for key, item in theirs.items():
+        with _held(self.path.with_suffix(".lock")):
+            for key, item in _items(self.path, self.backend).items():
                 self.items.setdefault(key, item)
             head = {"foretell-memory": VERSION, "backend": self.backend}
             text = "\n".join(json.dumps(row) for row in (head, *(asdict(one) for one in self.items.values()))) + "\n"
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, text.encode(), 0)
+            if not self.path.exists():
+                with _held(self.path):
+                    pass  # of the user's alone from the first byte
+            write_atomically(self.path, text)
 
     def _load(self, path: Path) -> None:
-        if path.exists() or path.is_symlink():
-            with _held(path) as handle:
-                self.items = _items(handle, path, self.backend)
+        self.items = _items(path, self.backend)
 
 
 def alike(left: Sequence[str], right: Sequence[str]) -> float:
@@ -111,7 +110,8 @@ def alike(left: Sequence[str], right: Sequence[str]) -> float:
 
 
 @contextlib.contextmanager
-def _held(path: Path) -> Any:
+def _held(path: Path) -> Iterator[int]:
+    """A file of the user's alone, made where there is none, for this process as long as it lasts."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
@@ -127,12 +127,17 @@ def _held(path: Path) -> Any:
         os.close(handle)
 
 
-def _items(handle: int, path: Path, backend: str) -> dict[tuple[str, str], MemoryItem]:
-    size = os.fstat(handle).st_size
-    if size > MOST_BYTES:
-        raise FileFormatError(f"{path} is {size} bytes long, and no memory is", _REMEDY)
+def _items(path: Path, backend: str) -> dict[tuple[str, str], MemoryItem]:
+    """What is in a file; nothing where there is none, or an empty one."""
+    if not path.exists() and not path.is_symlink():
+        return {}
+    with _held(path) as handle:
+        size = os.fstat(handle).st_size
+        if size > MOST_BYTES:
+            raise FileFormatError(f"{path} is {size} bytes long, and no memory is", _REMEDY)
+        content = os.pread(handle, size, 0)
     found: dict[tuple[str, str], MemoryItem] = {}
-    for number, line in enumerate(os.pread(handle, size, 0).splitlines(), 1):
+    for number, line in enumerate(content.splitlines(), 1):
         try:
             row = json_of(line)
             if number == 1:
