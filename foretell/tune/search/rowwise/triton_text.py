@@ -17,9 +17,11 @@ from foretell.tune.search.rowwise.program import (
     CONST,
     FULL,
     INPUT,
+    REDUCTIONS,
     ROW,
     ROWMAX,
     ROWSUM,
+    SCALAR,
     WHERE,
     WIDTH,
     RowNode,
@@ -86,7 +88,9 @@ def _backward_kernel(program: RowProgram, back: RowBackward) -> list[str]:
     summed = [place for place in wanted if program.inputs[place].kind not in (FULL, ROW)]
     start = [*_columns(program), "group, groups = tl.program_id(0) // columns, tl.num_programs(0) // columns"]
     start += [f"s{place} = tl.zeros([1, {'BLOCK' if program.inputs[place].kind == COLUMN else '1'}], dtype=tl.float32)" for place in summed]
-    body = [*_places(), *_values(program, back.nodes, back.order)]
+    once = [one for one in back.order if one in _without_rows(back.nodes)]
+    start += _values(program, back.nodes, once)
+    body = [*_places(), *_values(program, back.nodes, [one for one in back.order if one not in once])]
     for place in wanted:
         one, kind = back.gradients[place], program.inputs[place].kind
         assert one is not None
@@ -98,6 +102,15 @@ def _backward_kernel(program: RowProgram, back: RowBackward) -> list[str]:
     loop = "for first in range(group * ROWS, rows, groups * ROWS):"
     head = f"def backward_rows({', '.join(names)}, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):"
     return ["@triton.jit", head, *_in([*start, loop, *_in(body), *ends])]
+
+
+def _without_rows(nodes: Sequence[RowNode]) -> set[int]:
+    """What is the same for every row, as a norm's weight: it is read before the rows are."""
+    found: set[int] = set()
+    for place, node in enumerate(nodes):
+        if node.kind in (COLUMN, SCALAR) and node.op not in REDUCTIONS and all(arg in found for arg in node.args):
+            found.add(place)
+    return found
 
 
 def _read(program: RowProgram, back: RowBackward) -> list[str]:
