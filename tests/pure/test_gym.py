@@ -11,7 +11,6 @@ import pytest
 from foretell.tune.clock.measure import TimingOptions
 from foretell.tune.generate.gym import KernelGym, leave_one_out
 from foretell.tune.search.trial import Trials
-from foretell.tune.verify import corpus
 from foretell.tune.verify.process import KernelLimits, KernelSetting
 from foretell.tune.verify.source import Code
 from foretell.tune.verify.types import HarnessOptions
@@ -22,7 +21,7 @@ SETTING = KernelSetting(limits=KernelLimits(seconds=2.0))
 
 def test_whatever_a_kernel_does_the_others_are_scored() -> None:
     """Crash, hang, wrong values and a pass-through beside two good ones, three at a time; in the order in which they were given."""
-    crash = (corpus.FOLDER / "misbehaving" / "crash.py").read_text()
+    crash = kernel("def forward(self, x):\n    import os\n\n    os.abort()")
     hang = kernel("def forward(self, x):\n    while True:\n        pass")
     task = Code(path="task.py", text=TASK, kind="Model")
     with Trials(task, SETTING, HarnessOptions(seed=1, gradients=False), TimingOptions(l2_bytes=1 << 12)) as trials:
