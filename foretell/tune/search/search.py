@@ -157,8 +157,8 @@ class _Generations:
         return self._answer(known.config, text, verdict, None, kept=known)
 
     def run(self) -> SearchAnswer:
-        if self.template.compiles and not self.options.triton:
-            self.notes.append("Triton is not installed: no configuration is pruned by compiling it")
+        if not self.options.triton:
+            self.notes.append("Triton is not installed: the kernels are plain torch, and none is pruned by compiling it")
         evolution = self._evolution()
         try:
             self._generations(evolution)
