@@ -19,6 +19,7 @@ from tests.pure.scripted import TASK, kernel, loop, through, whole, wrong
 SETTING = KernelSetting(limits=KernelLimits(seconds=2.0))
 
 
+@pytest.mark.slow(reason="test_kernel_search.py verifies side by side with a crash among them; test_ways.py replays what a gym said")
 def test_whatever_a_kernel_does_the_others_are_scored() -> None:
     """Crash, hang, wrong values and a pass-through beside two good ones, three at a time; in the order in which they were given."""
     crash = kernel("def forward(self, x):\n    import os\n\n    os.abort()")

@@ -89,7 +89,7 @@ def test_an_interrupted_search_goes_on_where_it_was(trials: Trials, tmp_path: Pa
 def test_what_an_earlier_search_found_is_verified_again_and_not_measured(tmp_path: Path) -> None:
     path = tmp_path / "slow.py"
     path.write_text(
-        "import torch\nfrom torch import nn\nclass Model(nn.Module):\n    def forward(self, x):\n        for _ in range(40):\n"
+        "import torch\nfrom torch import nn\nclass Model(nn.Module):\n    def forward(self, x):\n        for _ in range(12):\n"
         "            y = torch.softmax(x, -1)\n        return y\ndef get_inputs():\n    return [torch.randn(64, 64)]\n"
     )
     options = SearchOptions(minutes=5, folder=tmp_path / "kept", compile=False, most=2)
@@ -237,13 +237,10 @@ def test_the_text_around_an_op_makes_no_other_op(tmp_path: Path) -> None:
     assert shapes["one"] == shapes["same"] and shapes["one"][0] != shapes["other"][0]
 
 
-def test_verified_side_by_side_they_are_what_they_are_alone(trials: Trials, tmp_path: Path) -> None:
+def test_verified_side_by_side_they_are_what_they_are_alone(trials: Trials) -> None:
     """In their order; a crash among them ends nothing."""
     good = "import torch\nfrom torch import nn\nclass ModelNew(nn.Module):\n    def forward(self, x):\n        return torch.softmax(x, -1)\n"
     crash = good.replace("return", "torch.empty(0).numpy().ctypes.data\n        import os; os.abort()\n        return")
     codes = [written(text) for text in (good, crash, good.replace("-1)", "-1) * 2"), good)]
     found = list(trials.each(codes, workers=3))
     assert [one.status for one in found] == [TIMED, REFUSED, REFUSED, TIMED] and [one.check for one in found[1:3]] == ["crash", "values"]
-    options = SearchOptions(minutes=5, folder=tmp_path, compile=False, most=6, workers=3)
-    answer = search(trials, options, template=Planted())
-    assert len(answer.rows) >= 6 and answer.verdict is not None and answer.verdict.accepted
