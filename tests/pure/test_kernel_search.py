@@ -89,7 +89,7 @@ def test_an_interrupted_search_goes_on_where_it_was(trials: Trials, tmp_path: Pa
 def test_what_an_earlier_search_found_is_verified_again_and_not_measured(tmp_path: Path) -> None:
     path = tmp_path / "slow.py"
     path.write_text(
-        "import torch\nfrom torch import nn\nclass Model(nn.Module):\n    def forward(self, x):\n        for _ in range(12):\n"
+        "import torch\nfrom torch import nn\nclass Model(nn.Module):\n    def forward(self, x):\n        for _ in range(40):\n"
         "            y = torch.softmax(x, -1)\n        return y\ndef get_inputs():\n    return [torch.randn(64, 64)]\n"
     )
     options = SearchOptions(minutes=5, folder=tmp_path / "kept", compile=False, most=2)
