@@ -36,6 +36,7 @@ def test_whatever_a_kernel_does_the_others_are_scored() -> None:
     assert [one.reward > 0 for one in found] == [True, False, False, False, False, True, False]
     assert found[0].reward > found[5].reward and found[0].reward == found[0].result.speedup
     assert found[5].counters["ops"]["vdot"] == 24 and found[5].counters["reference_ops"]["rsqrt"] == 24
+    assert {one["name"] for one in found[5].counters["longest"]} >= {"aten::dot", "aten::div"}
     assert found[5].counters["microseconds"] > found[0].counters["microseconds"]
 
 

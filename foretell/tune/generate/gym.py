@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -75,17 +76,18 @@ class KernelGym:
         if found.status == FAILED:
             return {}
         question, timing = self.trials.question, self.trials.timing
-        try:
-            with ModuleSide(written(text), self.trials.setting, watched=False) as side:
-                ops = side.ops(question)
-        except (Raised, Lost):
-            ops = []
+        ops: list[str] = []
+        longest: list[dict[str, Any]] = []
+        with contextlib.suppress(Raised, Lost), ModuleSide(written(text), self.trials.setting, watched=False) as side:
+            ops = side.ops(question)
+            longest = side.profile(question)
         least = floor(question, sum(one.nbytes for one in self.trials.outputs), timing)
         counters: dict[str, Any] = {
             "ops": dict(sorted(Counter(name.removeprefix("aten.") for name in ops).items())),
             "microseconds": round(found.seconds * 1e6, 1), "reference_microseconds": round(found.seconds * found.speedup * 1e6, 1),
             "reference_ops": dict(sorted(Counter(name.removeprefix("aten.") for name in self.trials.ops).items())),
         }  # fmt: skip
+        counters |= {"longest": longest} if longest else {}
         if least:
             counters["floor_microseconds"] = round(least * 1e6, 1)
         kernels = [{name: one[name] for name in ("kernel", "registers", "spilled_bytes", "shared_bytes") if name in one} for one in compiled]
