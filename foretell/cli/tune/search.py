@@ -110,8 +110,8 @@ def _asked(
 def lines(found: KernelSearch, task: str) -> list[str]:
     text = _of_search(found.search) if found.search is not None else _of_session(found.session) if found.session is not None else []
     if found.interrupted:
-        text.append("interrupted: what was measured is kept, and the same command resumes" if found.search is not None else
-                    "interrupted: what was found is kept in the transcript")  # fmt: skip
+        kept = "what was measured is kept, and the same command resumes" if found.search is not None else "what was found is kept in the transcript"
+        text.append(f"interrupted: {kept}" + ("; the kernel is not compared with every baseline yet" if found.text else ""))
     text += _verdict(found)
     if found.text:
         path = str(Path(found.out) / "kernel.py")
