@@ -62,7 +62,7 @@ def reference(path: str) -> Code:
     missing = [name for name in (MODEL, INPUTS) if name not in known]
     if missing:
         raise UserError(
-            f"{path} has no {' and no '.join(missing)}", f"name the task's file: --reference FILE, with a class {MODEL} and {INPUTS}()"
+            f"{path} has no {' and no '.join(missing)}", f"name the task's file (of tune verify: --reference FILE), with a class {MODEL} and {INPUTS}()"
         )
     return Code(path=path, text=_slice(text, tree), kind=MODEL)
 
