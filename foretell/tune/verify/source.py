@@ -61,9 +61,8 @@ def reference(path: str) -> Code:
     known = defined(tree)
     missing = [name for name in (MODEL, INPUTS) if name not in known]
     if missing:
-        raise UserError(
-            f"{path} has no {' and no '.join(missing)}", f"name the task's file (of tune verify: --reference FILE), with a class {MODEL} and {INPUTS}()"
-        )
+        remedy = f"name the task's file (of tune verify: --reference FILE), with a class {MODEL} and {INPUTS}()"
+        raise UserError(f"{path} has no {' and no '.join(missing)}", remedy)
     return Code(path=path, text=_slice(text, tree), kind=MODEL)
 
 
