@@ -173,9 +173,11 @@ def _quantities(served: Served, row: ServingRow) -> dict[str, float]:
     def of(values: Sequence[float], stat: str) -> float:
         return statistics.median(values) if "p50" in stat or "median" in stat else statistics.fmean(values)
 
+    begun = served.seconds / (served.seconds + row.accepted)
     found = {
-        "ttft": of([one.ttft for one in served.answers], row.stat["ttft"]), "output_tok_s": served.output_rate * row.replicas,
-        "total_tok_s": served.total_rate * row.replicas, "latency": served.seconds * max(1.0, row.requests / len(served.answers)),
+        "ttft": row.accepted + of([one.ttft for one in served.answers], row.stat["ttft"]), "output_tok_s": served.output_rate * row.replicas * begun,
+        "total_tok_s": served.total_rate * row.replicas * begun,
+        "latency": row.accepted + served.seconds * max(1.0, row.requests / len(served.answers)),
     }  # fmt: skip
     longer = [one.tpot for one in served.answers if one.output > 1]
     if longer:
