@@ -3,7 +3,9 @@
     python benchmarks/serve_published.py --csv FILE.csv --json OURS.json
     python benchmarks/serve_beside.py --csv FILE.csv --ours OURS.json --python AIC/bin/python [--few N] [--json OUT.json]
 
-Answers of AIConfigurator that OUT.json has already are not asked for again. AIC: an environment of its own with the package `aiconfigurator` (0.12 was tried: its tables come with it). Rows: whole batches at once, by its
+Answers of AIConfigurator that OUT.json has already are not asked for again.
+
+AIC: an environment of its own with the package `aiconfigurator` (0.12 was tried: its tables come with it). Rows: whole batches at once, by its
 static mode, and runs at full load, by its mode of batches in flight, at the size of batch at which it says most. Its newest tables of a
 device are taken, as it does by default; published engines are older. Models are given to it by the same public sizes as to us.
 """

@@ -55,11 +55,12 @@ BANDS = HERE / "data" / "serving_bands.json"
 SEALED_SHARE = 0.2
 SMALL = 100
 """Rows below which a source may be sealed whole."""
-TRIES = 3
-MOST = {"host_seconds": 30e-3, "host_sequence_seconds": 1e-3}
-"""Seconds that are tried."""
-FACTORS = {"slower": (-1, 0.3, 3.0), "peak_share": (1, 0.005, 1.0)}
-"""Which way a factor goes where predictions are too slow, and what is tried."""
+TRIES = 4
+"""Rounds of a fit, each of which looks at the values beside the best so far."""
+STEPS = {"host_seconds": 2.0, "host_sequence_seconds": 2.0, "slower": 1.2, "peak_share": 1.3}
+"""Factor between them at first; where neither is better its root."""
+BETTER = 0.01
+"""Part of an error that another value must save: where rows say nothing a constant stays as it is."""
 FITTED_ROWS = 20
 """Of a source and an entry, that a constant is fitted to: drawn by hash."""
 LEFT_OUT_ROWS = 120
@@ -193,39 +194,34 @@ def entry_of(profile: EngineProfile) -> Entry:
 
 
 def fit(rows: Sequence[ServingRow], predictions: Predictions) -> float | None:
-    """The value of an entry's constant at which predictions are as often too quick as too slow, each source counting alike."""
+    """The value of an entry's constant at which rows are least off in the median, each source counting alike."""
     profile = rows[0].engine
     some = [row for group in _by(rows, lambda row: row.source).values() for row in _few(group)]
+    known: dict[float, float | None] = {}
 
-    def slow(value: float) -> float | None:
-        """How much too slow, as a logarithm."""
-        logs: dict[str, list[float]] = defaultdict(list)
-        for row, found in zip(some, predictions.of([(row, row.engine.with_fitted(value)) for row in some]), strict=True):
-            if not isinstance(found, str):
-                logs[row.source] += [
-                    (1 if name in ("ttft", "tpot", "latency") else -1) * math.log(found[name] / row.published[name])
-                    for name in independent(row) if name in found and name != "ttft"
-                ]  # fmt: skip
-        medians = [statistics.median(one) for one in logs.values() if one]
-        return statistics.fmean(medians) if medians else None
+    def off(value: float) -> float | None:
+        if value not in known:
+            logs: dict[str, list[float]] = defaultdict(list)
+            for row, found in zip(some, predictions.of([(row, row.engine.with_fitted(value)) for row in some]), strict=True):
+                if not isinstance(found, str):
+                    logs[row.source] += [
+                        abs(math.log(found[name] / row.published[name])) for name in independent(row) if name in found and name != "ttft"
+                    ]  # fmt: skip
+            medians = [statistics.median(one) for one in logs.values() if one]
+            known[value] = statistics.fmean(medians) if medians else None
+        return known[value]
 
-    value = getattr(profile, profile.fitted)
-    missed = slow(value)
-    if missed is None:
+    value, step = getattr(profile, profile.fitted), STEPS[profile.fitted]
+    if off(value) is None:
         return None
-    if profile.fitted in FACTORS:
-        sign, least, most = FACTORS[profile.fitted]
-        for _ in range(TRIES):
-            value = min(most, max(least, value * math.exp(sign * missed)))
-            missed = slow(value) or 0.0
-        return round(value, 4)
-    most = MOST[profile.fitted]
-    low, high = 0.0, most
-    for _ in range(TRIES + 2):
-        low, high = (low, value) if missed > 0 else (value, high)
-        value = (low + high) / 2 if high < most else min(most, 2 * value + most / 30)
-        missed = slow(value) or 0.0
-    return round(value, 7)
+    for _ in range(TRIES):
+        beside = [value / step, min(1.0, value * step) if profile.fitted == "peak_share" else value * step]
+        best = min(beside, key=lambda one: off(one) or 0.0)
+        if (off(best) or 0.0) < (1 - BETTER) * (off(value) or 0.0):
+            value = best
+        else:
+            step = math.sqrt(step)
+    return float(f"{value:.3g}")
 
 
 def _few(rows: Sequence[ServingRow], most: int = FITTED_ROWS) -> list[ServingRow]:
@@ -442,7 +438,7 @@ def _left_out(
 def usual(profile: EngineProfile, constants: Mapping[Entry, float]) -> float:
     """A constant that no run informs: the median of the same factor where it is fitted, or of the same seconds of all other entries."""
     kind, others = profile.fitted, [one for one in engines() if entry_of(one) != entry_of(profile)]
-    kin = [one for one in others if (one.fitted == kind if kind in FACTORS else one.name != "gpt-fast")]
+    kin = [one for one in others if (one.name != "gpt-fast" if kind.startswith("host") else one.fitted == kind)]
     alike = [constants.get(entry_of(one), getattr(one, kind)) if one.fitted == kind else getattr(one, kind) for one in kin]
     return statistics.median(alike) if alike else 1.0
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from foretell.cli import common
-from foretell.cli.serve.asked import INVARIANT
+from foretell.cli.serve.asked import ENGINE, INVARIANT
 from foretell.cli.serve.ended import ended, plan_json
 from foretell.errors import UserError
 
@@ -36,9 +36,7 @@ def serve(
     replicas: int = typer.Option(1, "--replicas", help="With --on: so many servers, each with its share of the requests."),
     tp: int = typer.Option(1, "--tp", metavar="N", help="Ranks that share every layer, each with its own heads."),
     pp: int = typer.Option(1, "--pp", metavar="N", help="Ranks that have the blocks one after the other; as many steps are under way."),
-    weight_format: str = typer.Option(
-        "bf16", "--weights", metavar="FORMAT", help="Of blocks: bf16, fp8, int8 or int4; run on a CPU, forecast with --on; with --engine fp4 too."
-    ),
+    weight_format: str = typer.Option("bf16", "--weights", metavar="FORMAT", help="bf16, fp8, int8, int4: run on a CPU, forecast with --on."),
     kv: str = typer.Option("bf16", "--kv", metavar="FORMAT", help="Keys and values in bf16, fp8 or int8; run on a CPU, forecast with --on."),
     queue: int = typer.Option(1024, "--queue", help="Requests that may wait; more are told to come back (429)."),
     host: str = typer.Option("127.0.0.1", "--host", help="The address to listen at. There is no password: leave it to this machine."),
@@ -53,9 +51,7 @@ def serve(
     eject: Path | None = typer.Option(
         None, "--eject", metavar="FILE.py", help="Serve nothing: write a small server in one file that needs torch alone."
     ),
-    engine: str = typer.Option(
-        "foretell", "--engine", metavar="ENGINE", help="With --on: foretell, vllm, sglang, trtllm or gpt-fast; :VERSION; all devices of HW together."
-    ),
+    engine: str = typer.Option("foretell", "--engine", metavar="ENGINE", help=ENGINE),
     graphs: bool = typer.Option(True, "--graphs/--no-graphs", help="On a GPU: launches of a step are replayed as a CUDA graph."),
     compiled: bool = typer.Option(True, "--compile/--no-compile", help="On a GPU: layers under torch.compile, as one piece of code."),
     invariant: bool = typer.Option(False, "--invariant", help=INVARIANT),
