@@ -61,8 +61,10 @@ STEPS = {"host_seconds": 2.0, "host_sequence_seconds": 2.0, "slower": 1.2, "peak
 """Factor between them at first; where neither is better its root."""
 BETTER = 0.01
 """Part of an error that another value must save: where rows say nothing a constant stays as it is."""
-FITTED_ROWS = 20
+FITTED_ROWS = 60
 """Of a source and an entry, that a constant is fitted to: drawn by hash."""
+LEAST_ROWS = 8
+"""Below which a constant stays as it is."""
 LEFT_OUT_ROWS = 120
 """Of a source, that are predicted without it."""
 ROUNDS = 6
@@ -194,9 +196,12 @@ def entry_of(profile: EngineProfile) -> Entry:
 
 
 def fit(rows: Sequence[ServingRow], predictions: Predictions) -> float | None:
-    """The value of an entry's constant at which rows are least off in the median, each source counting alike."""
+    """The value of an entry's constant at which rows are least off in the median, each source counting alike. Of a rate of arrivals there is nothing
+    to learn: throughput is that rate, and times near capacity follow from its last per cent."""
     profile = rows[0].engine
-    some = [row for group in _by(rows, lambda row: row.source).values() for row in _few(group)]
+    some = [row for group in _by(rows, lambda row: row.source).values() for row in _few([one for one in group if not _arriving(one)])]
+    if len(some) < LEAST_ROWS:
+        return None
     known: dict[float, float | None] = {}
 
     def off(value: float) -> float | None:
@@ -222,6 +227,10 @@ def fit(rows: Sequence[ServingRow], predictions: Predictions) -> float | None:
         else:
             step = math.sqrt(step)
     return float(f"{value:.3g}")
+
+
+def _arriving(row: ServingRow) -> bool:
+    return any(one.at for one in row.load.recorded)
 
 
 def _few(rows: Sequence[ServingRow], most: int = FITTED_ROWS) -> list[ServingRow]:
