@@ -41,9 +41,10 @@ class HeldWeight(nn.Module):
         if self.name == "int4":
             return _fours(rows, weight.dtype)
         most = 127.0 if self.name == "int8" else FP8_MOST
-        scale = rows.abs().amax(-1, keepdim=True).clamp_min(1e-12) / most
-        held = (rows / scale).round().to(torch.int8) if self.name == "int8" else (rows / scale).to(FP8)
-        return held, scale.to(weight.dtype)
+        scale = (rows.abs().amax(-1, keepdim=True) / most).to(weight.dtype)
+        scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+        numbers = (rows / scale.float()).clamp(-most, most)
+        return numbers.round().to(torch.int8) if self.name == "int8" else numbers.to(FP8), scale
 
     def forward(self, held: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
         if zero is None:
