@@ -167,7 +167,7 @@ class ServeLayout:
 
     @property
     def not_run_yet(self) -> tuple[str, ...]:
-        """What of it `foretell serve` does not do yet."""
+        """What of it `foretell serve` does not do yet on a GPU."""
         found = []
         if self.weights != "bf16":
             found.append(f"{self.weights} weights")
