@@ -343,10 +343,27 @@ def test_a_hook_on_a_norm_that_would_be_folded_still_runs() -> None:
 
 def test_a_hook_that_keeps_a_projection_is_not_written_over() -> None:
     gate, kept = Gate(nn.SiLU()), []
-    apply(gate, ["swiglu"], anywhere=True)
+    apply(gate, ["swiglu"], once=True, anywhere=True)
     gate.wide.register_forward_hook(lambda module, given, made: kept.append((made, made.detach().clone())))
     gate(torch.randn(2, 8)).sum().backward()
     assert torch.equal(*kept[0])
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_places_are_taken_where_graphs_are_gone_through_once(once: bool) -> None:
+    gate, x = Gate(nn.SiLU()), torch.randn(2, 8)
+    wanted = step(gate, x)
+    apply(gate, ["swiglu"], once=once, anywhere=True)
+    with Seen() as seen:
+        assert close(step(gate, x), wanted)
+    assert [one.name() for one, _ in seen.calls] == ["foretell::gated", "foretell::gated_backward" + "_" * once]
+    total = gate(x).sum()
+    total.backward(retain_graph=True)
+    if once:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            total.backward()
+    else:
+        total.backward()
 
 
 # ---------------------------------------------------------------- what is on

@@ -11,7 +11,7 @@ that FSDP2 and torch.compile see the same model. Copies have the kernels too; a 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 
 import torch
@@ -67,10 +67,11 @@ class Applied:
         return "\n".join(lines) or "no module has a kernel"
 
 
-def apply(model: nn.Module, names: Iterable[str] | None = None, *, anywhere: bool = False) -> Applied:
+def apply(model: nn.Module, names: Iterable[str] | None = None, *, once: bool = False, anywhere: bool = False) -> Applied:
     """Swap the forwards of the modules the named kernels can stand for; without names, of kernels that are on by default.
 
-    `anywhere` takes every shape, and a CPU, where the op runs its reference: for trials.
+    `once` promises that every graph is gone through once (no `retain_graph`), so that a gate's gradients may take the places of what it
+    was given. `anywhere` takes every shape, and a CPU, where the op runs its reference: for trials.
     """
     if not isinstance(model, nn.Module):
         raise UserError(f"kernels go into a torch module, and this is a {type(model).__name__}", "give the model itself")
@@ -79,19 +80,22 @@ def apply(model: nn.Module, names: Iterable[str] | None = None, *, anywhere: boo
     left: list[KernelLeft] = []
     put: list[tuple[nn.Module, MethodType]] = []
     for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
         said = _swapped(module, asked, anywhere)
         if isinstance(said, str):
             left.append(KernelLeft(module=path or "the model", why=said))
         elif said is not None:
-            forward, found = said
+            gate, found = said
+            forward = MethodType(found.forward(replace(gate, once=once)), module)
             module.forward = forward
             put.append((module, forward))
             swapped.append(KernelSwap(module=path or "the model", kernel=found.kernel, how=found.how))
     return Applied(swapped=tuple(swapped), left=tuple(left), modules=tuple(put))
 
 
-def _swapped(module: nn.Module, asked: dict[str, TrainingKernel] | None, anywhere: bool) -> tuple[MethodType, KernelMatch] | str | None:
-    """The forward to be put in, why the module is left, or nothing."""
+def _swapped(module: nn.Module, asked: dict[str, TrainingKernel] | None, anywhere: bool) -> tuple[KernelGate, KernelMatch] | str | None:
+    """A match with its gate, why the module is left, or nothing."""
     for finder in FINDERS:
         found = finder(module)
         if found is None:
@@ -103,9 +107,7 @@ def _swapped(module: nn.Module, asked: dict[str, TrainingKernel] | None, anywher
         if "forward" in vars(module):
             return "its forward was replaced already"
         gate = _gate(found, module, asked is not None, anywhere)
-        if isinstance(gate, str):
-            return gate
-        return MethodType(found.forward(gate), module), found
+        return gate if isinstance(gate, str) else (gate, found)
     return None
 
 

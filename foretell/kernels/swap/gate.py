@@ -37,6 +37,8 @@ class KernelGate:
     devices: tuple[str, ...] = ("cuda",)
     autocast: str = NEVER
     layout: Callable[[Tensor], bool] = contiguous
+    once: bool = False
+    """Whether every graph is gone through once, so that a backward may write over what it needs no more."""
 
     def takes(self, *tensors: Tensor | None) -> bool:
         """`tensors`: the call's, as the kernel's `shape_of` takes them; the first decides on format and device."""

@@ -116,7 +116,7 @@ def _gate_stand_in(kernel: KernelGate, name: str, activation: Callable[[Tensor],
     def gate_times_up(gate: Tensor, up: Tensor, *linears: nn.Module) -> Tensor:
         """`linears`: what made them, where those keep no result of theirs, so that nobody has it but this."""
         if gate.shape == up.shape and kernel.takes(gate, up):
-            once = len(linears) == 2 and unhooked(*linears) and not torch.compiler.is_compiling()
+            once = kernel.once and len(linears) == 2 and not torch.compiler.is_compiling() and unhooked(*linears)
             return gated.gated(gate, up, name, once)
         return activation(gate) * up
 

@@ -40,4 +40,6 @@ def twin_of(module: nn.Module, **other: Any) -> nn.Module:
 
 def unhooked(*modules: nn.Module) -> bool:
     """Whether nothing runs around their forwards, so that they may be left out or their results written over."""
-    return not any(one._forward_hooks or one._forward_pre_hooks or one._backward_hooks or one._backward_pre_hooks for one in modules)
+    everywhere = nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks
+    mine = (one._forward_hooks or one._forward_pre_hooks or one._backward_hooks or one._backward_pre_hooks for one in modules)
+    return not everywhere and not any(mine)
