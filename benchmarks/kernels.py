@@ -37,8 +37,8 @@ SAMPLE_SECONDS = 4e-3
 BEYOND = 4 * (60 << 20)
 """Bytes of the inputs that take turns: four times the second-level cache."""
 SWEEP_SAMPLES = 7
-UNITS = 4
-"""Of the last place, that an error may have whatever eager's is."""
+UNITS = 0.5
+"""Of the last place, that an error may have whatever eager's is: what rounding a result alone can do."""
 SMALL = {"rows": 64, "tokens": 64, "width": 128, "heads": 4, "kv_heads": 2}
 """Sizes at most in a run on a CPU."""
 

@@ -23,8 +23,8 @@ ROWS = ({"rows": 7, "width": 40}, {"rows": 5, "width": 33}, {"rows": 1, "width":
 TOKENS = ({"tokens": 6, "heads": 4, "kv_heads": 2, "width": 16}, {"tokens": 5, "heads": 3, "kv_heads": 1, "width": 10})
 SMALL: dict[frozenset[str], tuple[Mapping[str, int], ...]] = {frozenset(one[0]): one for one in (ROWS, TOKENS)}
 """By what a kernel's shapes are named: small and odd ones."""
-UNITS = 4
-"""Of the last place, that an error may have whatever eager's is: sums are in another order."""
+UNITS = 0.5
+"""Of the last place, that an error may have whatever eager's is: what rounding a result alone can do."""
 CPU = torch.device("cpu")
 
 
