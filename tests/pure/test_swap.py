@@ -395,6 +395,16 @@ def test_a_kernel_is_on_where_all_declared_shapes_were_won() -> None:
     assert measured.on_by_default(kernel, "another", torch.bfloat16, won) == measured.on_by_default(kernel, "cpu", torch.float16, won) == ()
 
 
+@pytest.mark.parametrize(("capability", "triton", "why"), [((7, 5), True, "8.0 and above"), ((9, 0), False, "need Triton")])
+def test_a_gpu_that_cannot_run_them_is_said(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], triton: bool, why: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if triton else None)
+    applied = apply(nn.Sequential(nn.LayerNorm(8)), ["layer_norm"])
+    assert applied.swapped == () and why in applied.left[0].why
+
+
 def test_a_configuration_is_tried_for_a_while() -> None:
     kernel, shape = catalog.find("rms_norm"), {"rows": 16384, "width": 4096}
     plain = measured.config(kernel, shape, torch.device("cpu"))

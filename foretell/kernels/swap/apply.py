@@ -10,6 +10,7 @@ that FSDP2 and torch.compile see the same model. Copies have the kernels too; a 
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from types import MethodType
@@ -116,6 +117,8 @@ def _gate(found: KernelMatch, module: nn.Module, named: bool, anywhere: bool) ->
     if anywhere:
         any_shape = (ShapeBucket(name="any", limits={}, config={}),)
         return KernelGate(kernel=kernel, buckets=dict.fromkeys((*kernel.dtypes, torch.float64), any_shape), devices=("cuda", "cpu"), **found.gate)
+    if why := _unable():
+        return why
     if named:
         return KernelGate(kernel=kernel, buckets=dict.fromkeys(kernel.dtypes, kernel.buckets), **found.gate)
     device = next((one.device for one in module.parameters()), torch.device("cpu"))
@@ -124,3 +127,14 @@ def _gate(found: KernelMatch, module: nn.Module, named: bool, anywhere: bool) ->
     if buckets:
         return KernelGate(kernel=kernel, buckets=buckets, **found.gate)
     return f"{kernel.name} was not measured to be faster on this {device.type}"
+
+
+def _unable() -> str:
+    """Why no kernel can run on the GPU of this process; nothing where there is none, as the model may be moved."""
+    if not torch.cuda.is_available():
+        return ""
+    if importlib.util.find_spec("triton") is None:
+        return "kernels need Triton, which is not installed"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return f"kernels are for compute capability 8.0 and above, and {torch.cuda.get_device_name()} has less"
+    return ""
