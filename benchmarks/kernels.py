@@ -3,10 +3,10 @@
     python benchmarks/kernels.py --out FILE [--only NAME ...] [--sweep] [--configs FILE] [--minutes N] [--rows TOML] [--device cpu]
 
 A row of JSON for each kernel, shape and format as it is done, first shapes of all kernels first; what FILE has already is left out, so a
-run that was stopped goes on. `--sweep` first looks for the launch of each shape, among those of `benchmarks/kernels_launches.py` or of
-`--configs` (lines of {"kernel": ..., "config": {...}}). `--rows` writes what FILE has as the table that decides which kernels are on
-by default. On a CPU shapes are small, the ops run in plain torch, torch.compile stops before code is made, and nothing it says is a
-measurement: it shows that the script runs.
+run that was stopped goes on. `--sweep` first looks for the launch of each shape but for its number of rows, among those of
+`benchmarks/kernels_launches.py` or of `--configs` (lines of {"kernel": ..., "config": {...}}). `--rows` writes what FILE has as the table
+that decides which kernels are on by default. On a CPU shapes are small, the ops run in plain torch, torch.compile stops before code is
+made, and nothing it says is a measurement: it shows that the script runs.
 """
 
 from __future__ import annotations
@@ -216,7 +216,10 @@ def row_of(
     row: dict[str, Any] = {"kernel": kernel.name, "device": measured.device_name(device), "dtype": name, "shape": dict(shape), **about()}
     known = dict(measured.config(kernel, shape, device))
     tried = [{"config": known}]
-    if given.sweep:
+    before = launch_before(row, read(given.out))
+    if before:
+        tried = [{"config": before}]
+    elif given.sweep:
         row["swept"] = best_launches(kernel, shape, dtype, device, known, more)
         tried = [one for one in row["swept"] if one["seconds"]]
     for one in tried:
@@ -246,6 +249,16 @@ def row_of(
     row |= state_of(device)
     best = min(ran, key=lambda label: ran[label]["speedup"])
     return {**row, "best": best, **{key: ran[best][key] for key in ("seconds", "baseline_seconds", "speedup", "low", "high")}}
+
+
+def launch_before(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, int] | None:
+    """That of a row that differs only in how many rows or tokens it has: more of the same programs."""
+
+    def rest(one: Mapping[str, Any]) -> tuple[Any, ...]:
+        sizes = {name: size for name, size in one["shape"].items() if name not in ("rows", "tokens")}
+        return one["kernel"], one["device"], one["dtype"], sizes
+
+    return next((dict(one["config"]) for one in rows if "swept" in one and "problem" not in one and rest(one) == rest(row)), None)
 
 
 def state_of(device: torch.device) -> dict[str, int]:

@@ -45,6 +45,7 @@ def test_rows_are_written_once_and_decide_what_is_on(
     assert {row["kernel"] for row in found} == {"layer_norm", "swiglu", "rotary"} and not any("problem" in row for row in found)
     assert all(row["wrong_by"] <= 1 and row["seconds"] > 0 and row["low"] <= row["speedup"] <= row["high"] for row in found)
     assert all(len(row["swept"]) > 5 and row["swept"][0]["config"].items() <= row["config"].items() for row in found)
+    assert len({json.dumps([row["kernel"], row["shape"]]) for row in found}) == len(found)
     run(bench, monkeypatch, *options)
     assert out.read_text() == first
     run(bench, monkeypatch, "--out", str(out), "--rows", str(table))
@@ -80,6 +81,14 @@ def test_a_baseline_that_does_not_run_is_none(bench: Any, tmp_path: Path, monkey
     run(bench, monkeypatch, "--out", str(tmp_path / "rows"), "--only", "layer_norm")
     for row in rows(tmp_path / "rows"):
         assert row["best"] == "eager" and "not here" in row["baselines"]["other"]["problem"]
+
+
+def test_a_launch_is_looked_for_once_for_all_numbers_of_rows(bench: Any) -> None:
+    row = {"kernel": "swiglu", "device": "cpu", "dtype": "bfloat16", "shape": {"rows": 2048, "width": 64}}
+    found = [{**row, "shape": {"rows": 16384, "width": width}, "config": {"warps": width}, "swept": []} for width in (32, 64)]
+    assert bench.launch_before(row, found) == {"warps": 64}
+    assert bench.launch_before({**row, "dtype": "float16"}, found) is None
+    assert bench.launch_before(row, [{**one, "problem": "wrong"} for one in found]) is None
 
 
 def test_the_best_launch_of_both_ways_is_put_together(bench: Any) -> None:
