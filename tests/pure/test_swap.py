@@ -52,14 +52,15 @@ class SometimesNorm(TheirNorm):
     def forward(self, hidden: Tensor) -> Tensor:
         if hidden.abs().max() > 1e6:
             return hidden
-        return super().forward(hidden)
+        return self.weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
 
 
 class NormInTraining(TheirNorm):
     """RMSNorm in evaluation."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(hidden) * (1.1 if self.training else 1.0)
+        scale = 1.1 if self.training else 1.0
+        return self.weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon) * scale
 
 
 class Gate(nn.Module):
@@ -88,8 +89,54 @@ class GateTwice(Gate):
 class GateInTraining(Gate):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            return super().forward(x)
+            return self.down(self.act(self.wide(x)) * self.other(x))
         return self.down(self.wide(x) * self.other(x))
+
+
+class GateThatCounts(Gate):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.down(self.act(self.wide(x)) * self.other(x))
+
+
+class GateThatNotes(Gate):
+    def __init__(self, act: Any) -> None:
+        super().__init__(act)
+        self.notes: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.notes.append(x)
+        return self.down(self.act(self.wide(x)) * self.other(x))
+
+
+class GateThatTells(Gate):
+    def forward(self, x: Tensor) -> Tensor:
+        print("called")
+        return self.down(self.act(self.wide(x)) * self.other(x))
+
+
+class NormThatCounts(TheirNorm):
+    calls = 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        return self.weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+class NormByAMethod(TheirNorm):
+    def root(self, x: Tensor) -> Tensor:
+        return torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.weight * hidden * self.root(hidden)
+
+
+class NormByAMethodThatTells(NormByAMethod):
+    def root(self, x: Tensor) -> Tensor:
+        print("called")
+        return super().root(x)
 
 
 class Block(nn.Module):
@@ -143,7 +190,8 @@ def close(found: list[Tensor], wanted: list[Tensor]) -> bool:
         (nn.RMSNorm(8), "rms_norm"), (nn.RMSNorm(8, eps=1e-6, elementwise_affine=False), "rms_norm"), (TheirNorm(8), "rms_norm"),
         (TheirNorm(8, plus=1.0), "rms_norm"), (nn.LayerNorm(8), "layer_norm"), (nn.LayerNorm(8, bias=False), "layer_norm"),
         (Gate(nn.SiLU()), "swiglu"), (Gate(nn.functional.silu), "swiglu"), (Gate(nn.functional.gelu), "geglu"), (Gate(nn.GELU("tanh")), "geglu_tanh"),
-        (Gate(nn.SiLU(), fused=True), "swiglu"), (Block(), "add_layer_norm"), (Block(nn.RMSNorm), "add_rms_norm"), (Block(TheirNorm), "add_rms_norm"),
+        (Gate(nn.SiLU(), fused=True), "swiglu"), (NormByAMethod(8), "rms_norm"), (Block(), "add_layer_norm"),
+        (Block(nn.RMSNorm), "add_rms_norm"), (Block(TheirNorm), "add_rms_norm"),
     ],
 )  # fmt: skip
 def test_modules_are_known_by_what_they_compute(module: nn.Module, kernel: str) -> None:
@@ -161,14 +209,16 @@ def test_modules_are_known_by_what_they_compute(module: nn.Module, kernel: str) 
 @pytest.mark.parametrize(
     ("module", "why"),
     [
-        (NormOfAll(8), "does not compute RMSNorm"), (SometimesNorm(8), "raised|runs"), (NormInTraining(8), "does not compute RMSNorm"),
+        (NormOfAll(8), "does not compute RMSNorm"), (SometimesNorm(8), "runs .*max"), (NormInTraining(8), "does not compute RMSNorm"),
         (nn.RMSNorm((2, 8)), "over 2 dimensions"), (Gate(nn.ReLU()), ""), (Gate(nn.Dropout(0.5)), ""), (GateTwice(nn.SiLU()), ""),
-        (GateInTraining(nn.SiLU()), ""), (NormLater(), ""), (nn.Linear(8, 8), ""),
+        (GateThatCounts(nn.SiLU()), ""), (GateThatNotes(nn.SiLU()), ""), (GateThatTells(nn.SiLU()), ""), (NormThatCounts(8), "more than return"),
+        (NormByAMethodThatTells(8), "more than return"), (GateInTraining(nn.SiLU()), ""), (NormLater(), ""), (nn.Linear(8, 8), ""),
     ],
 )  # fmt: skip
 def test_what_computes_something_else_is_left(module: nn.Module, why: str) -> None:
     applied = apply(module, ALL, anywhere=True)
     assert "the model" not in kernels_in(applied) and "forward" not in vars(module)
+    assert getattr(module, "notes", []) == [] and getattr(module, "calls", 0) == 0
     if why:
         assert re.search(why, applied.left[0].why)
 
