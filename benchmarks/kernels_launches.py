@@ -1,4 +1,4 @@
-"""Ways to launch a training kernel that compile for sm_90 without spilling at the widths they are listed for, to be tried on a GPU."""
+"""Ways to launch a training kernel, few enough to be tried on a GPU at every declared shape."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from foretell.kernels.kernel import TrainingKernel
 
 Config = dict[str, int]
 BACKWARDS = {
-    1024: ((4, 4, 1, 1), (4, 8, 1, 1), (4, 8, 0, 0), (8, 4, 1, 1), (2, 8, 0, 1), (4, 12, 0, 1)),
-    2048: ((4, 4, 1, 1), (4, 4, 0, 1), (8, 3, 1, 1), (8, 4, 0, 1), (8, 6, 0, 0), (16, 2, 1, 1)),
-    4096: ((8, 2, 1, 1), (8, 3, 0, 1), (8, 4, 0, 0), (8, 2, 0, 1), (16, 2, 1, 1), (16, 2, 0, 0), (4, 2, 1, 1), (4, 3, 0, 0), (8, 2, 1, 0),
-           (16, 1, 1, 1)),
-    8192: ((16, 1, 1, 1), (16, 1, 0, 1), (8, 1, 0, 1), (8, 1, 1, 1), (32, 1, 0, 0), (32, 1, 1, 1), (16, 1, 0, 0), (8, 2, 0, 0)),
-    16384: ((16, 1, 0, 0), (32, 1, 0, 0), (32, 1, 1, 0), (32, 1, 0, 1), (16, 1, 1, 0)),
+    1024: ((4, 4, 1, 1, 0), (4, 8, 1, 1, 0), (4, 8, 0, 0, 0), (8, 4, 1, 1, 0), (2, 8, 0, 1, 0), (4, 12, 0, 1, 0)),
+    2048: ((4, 4, 1, 1, 0), (4, 4, 0, 1, 0), (8, 3, 1, 1, 0), (8, 4, 0, 1, 0), (8, 6, 0, 0, 0), (16, 2, 1, 1, 0), (4, 6, 0, 0, 1)),
+    4096: ((8, 2, 1, 1, 0), (8, 3, 0, 1, 0), (8, 4, 0, 0, 0), (8, 2, 0, 1, 0), (16, 2, 1, 1, 0), (16, 2, 0, 0, 0), (4, 2, 1, 1, 0),
+           (4, 3, 0, 0, 0), (8, 2, 1, 0, 0), (16, 1, 1, 1, 0), (8, 4, 0, 0, 1), (4, 4, 0, 0, 1)),
+    8192: ((16, 1, 1, 1, 0), (16, 1, 0, 1, 0), (8, 1, 0, 1, 0), (8, 1, 1, 1, 0), (32, 1, 0, 0, 0), (32, 1, 1, 1, 0), (16, 1, 0, 0, 0),
+           (8, 2, 0, 0, 1), (16, 1, 0, 0, 1), (16, 2, 0, 0, 1)),
+    16384: ((16, 1, 0, 0, 1), (16, 1, 0, 0, 0), (32, 1, 0, 0, 0), (32, 1, 1, 0, 0), (32, 1, 0, 0, 1), (8, 1, 0, 0, 1)),
 }  # fmt: skip
-"""Width at most → warps, programs of a multiprocessor, the next row ahead, the weight held."""
+"""Width at most → warps, programs of a multiprocessor, the next row ahead, the weight held, a row read again from the cache."""
 FORWARDS = {1024: ((1, 1), (2, 1), (4, 1), (2, 4)), 2048: ((2, 1), (4, 1), (8, 1), (4, 2)), 4096: ((4, 1), (8, 1), (4, 2), (16, 1)),
             8192: ((4, 1), (8, 1), (16, 1), (8, 2)), 16384: ((8, 1), (16, 1), (32, 1))}  # fmt: skip
 """Warps, rows of a program."""
 
 
-OF_BACKWARD = {"per_sm", "ahead", "hold"}
+OF_BACKWARD = {"per_sm", "ahead", "hold", "again"}
 
 
 def of_backward(name: str) -> bool:
@@ -53,8 +54,8 @@ def _changes(kernel: TrainingKernel, shape: Mapping[str, int]) -> Iterator[Confi
         width = next((most for most in FORWARDS if shape["width"] <= most), 16384)
         for warps, each in FORWARDS[width]:
             yield {"warps": warps, "each": each}
-        for warps, per_sm, ahead, hold in BACKWARDS[width]:
-            yield {"backward_warps": warps, "per_sm": per_sm, "ahead": ahead, "hold": hold}
+        for warps, per_sm, ahead, hold, again in BACKWARDS[width]:
+            yield {"backward_warps": warps, "per_sm": per_sm, "ahead": ahead, "hold": hold, "again": again}
     elif "glu" in kernel.name:
         for warps, block in product((4, 8), (1024, 2048, 4096)):
             yield {"warps": warps, "block": block}

@@ -160,21 +160,20 @@ def add_draw(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[An
     return drawn(shape, dtype, device), *draw(shape, dtype, device)
 
 
-# Warps of forward and backward, rows of a forward program, backward programs of a multiprocessor, whether the next row is asked for ahead,
-# whether the weight stays in registers: what fits the 65,536 registers of sm_90 with the most bytes under way.
+# Of each width, as `rows.py` has them.
 _CONFIGS = (
-    {"warps": 2, "each": 1, "backward_warps": 4, "per_sm": 7, "ahead": 1, "hold": 1},
-    {"warps": 4, "each": 1, "backward_warps": 8, "per_sm": 3, "ahead": 1, "hold": 1},
-    {"warps": 4, "each": 1, "backward_warps": 8, "per_sm": 2, "ahead": 1, "hold": 1},
-    {"warps": 8, "each": 1, "backward_warps": 16, "per_sm": 1, "ahead": 1, "hold": 1},
-    {"warps": 16, "each": 1, "backward_warps": 32, "per_sm": 1, "ahead": 0, "hold": 0},
+    {"warps": 2, "each": 1, "backward_warps": 4, "per_sm": 7, "ahead": 1, "hold": 1, "again": 0},
+    {"warps": 4, "each": 1, "backward_warps": 8, "per_sm": 3, "ahead": 1, "hold": 1, "again": 0},
+    {"warps": 4, "each": 1, "backward_warps": 8, "per_sm": 2, "ahead": 1, "hold": 1, "again": 0},
+    {"warps": 8, "each": 1, "backward_warps": 16, "per_sm": 1, "ahead": 1, "hold": 1, "again": 0},
+    {"warps": 16, "each": 1, "backward_warps": 16, "per_sm": 1, "ahead": 0, "hold": 0, "again": 1},
 )
 _ADD_CONFIGS = (
-    {"warps": 2, "each": 1, "backward_warps": 4, "per_sm": 6, "ahead": 1, "hold": 1},
-    {"warps": 4, "each": 1, "backward_warps": 8, "per_sm": 3, "ahead": 1, "hold": 1},
-    {"warps": 4, "each": 1, "backward_warps": 8, "per_sm": 2, "ahead": 0, "hold": 0},
-    {"warps": 8, "each": 1, "backward_warps": 16, "per_sm": 1, "ahead": 0, "hold": 0},
-    {"warps": 16, "each": 1, "backward_warps": 32, "per_sm": 1, "ahead": 0, "hold": 0},
+    {"warps": 2, "each": 1, "backward_warps": 4, "per_sm": 6, "ahead": 1, "hold": 1, "again": 0},
+    {"warps": 4, "each": 1, "backward_warps": 8, "per_sm": 3, "ahead": 1, "hold": 1, "again": 0},
+    {"warps": 4, "each": 1, "backward_warps": 8, "per_sm": 2, "ahead": 0, "hold": 0, "again": 0},
+    {"warps": 8, "each": 1, "backward_warps": 16, "per_sm": 1, "ahead": 0, "hold": 0, "again": 0},
+    {"warps": 16, "each": 1, "backward_warps": 16, "per_sm": 1, "ahead": 0, "hold": 0, "again": 1},
 )
 
 LAYER_NORM = TrainingKernel(

@@ -18,7 +18,12 @@ WIDTHS = (1024, 2048, 4096, 8192, 16384)
 
 
 def buckets(*configs: Mapping[str, int], widths: tuple[int, ...] = WIDTHS) -> tuple[ShapeBucket, ...]:
-    """One for each width and number of rows."""
+    """One for each width and number of rows.
+
+    A norm's are: warps of a forward program and the rows it has *each*; warps of a backward program, how many of them a multiprocessor
+    has, whether the next row is asked for *ahead*, whether the weight is *held* in registers, whether a row is read *again* from the
+    cache. Chosen are those that fit the 65,536 registers of sm_90 with the most bytes under way.
+    """
     least = (1, *(one + 1 for one in widths))
     return tuple(
         ShapeBucket(name=f"width to {most}, {name} rows", limits={"rows": rows, "width": (least[place], most)}, config=config)

@@ -14,8 +14,8 @@ from foretell.zoo.language import llama
 from tests.cpu_dist.beside_one import Ranks
 from tests.kernel_cases import MINE, Seen
 
-TINY = {"vocab_size": 64, "context": 16, "layers": 2, "dim": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
-STEPS = 3
+TINY = {"vocab_size": 64, "context": 16, "layers": 1, "dim": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
+STEPS = 2
 
 
 def trained(rank: int, world: int, when: str) -> tuple[list[float], int, dict[str, Any]]:
@@ -45,12 +45,15 @@ def trained(rank: int, world: int, when: str) -> tuple[list[float], int, dict[st
     return losses, ops, {name: one.full_tensor() for name, one in model.state_dict().items()}
 
 
+def all_ways(rank: int, world: int) -> list[tuple[list[float], int, dict[str, Any]]]:
+    return [trained(rank, world, when) for when in ("", "before", "after")]
+
+
 def test_a_sharded_model_learns_the_same_with_kernels(ranks: Ranks) -> None:
-    plain, before, after = (ranks(2).run(trained, when) for when in ("", "before", "after"))
-    for found in (before, after):
-        for (losses, ops, weights), (wanted, none, own) in zip(found, plain, strict=True):
-            # 5 norms, of which 2 are folded with their adds, and 2 gates; each again in its backward.
-            assert none == 0 and ops == 2 * 7
+    for (wanted, none, own), *others in ranks(2).run(all_ways):
+        for losses, ops, weights in others:
+            # 3 norms, of which one is folded with its add, and a gate; each again in its backward.
+            assert none == 0 and ops == 2 * 4
             assert torch.allclose(torch.tensor(losses), torch.tensor(wanted), rtol=1e-5)
             assert weights.keys() == own.keys()
             # AdamW divides by the size of a gradient: of the first steps, rounding may turn the smallest.

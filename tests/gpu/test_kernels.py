@@ -13,7 +13,7 @@ from foretell.kernels.gated import gated
 from foretell.kernels.rms_norm import rms_norm
 from foretell.kernels.swap.apply import apply
 from foretell.zoo.language import llama
-from tests.kernel_cases import MINE, Seen, cases, drawn, error, results, shapes_of, worst
+from tests.kernel_cases import MINE, Seen, cases, drawn, error, otherwise, results, shapes_of, worst
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
@@ -26,6 +26,7 @@ WIDTHS = (768, 1024, 1536, 2048, 4096, 5120, 8192, 11008, 16384)
 def test_as_near_to_float64_as_eager(name: str, dtype: torch.dtype) -> None:
     kernel = catalog.find(name)
     assert {what: found for what, given in cases(kernel, dtype, GPU) if (found := worst(kernel, given, dtype)) > 1} == {}
+    assert {what: found for what, found in otherwise(kernel, dtype, GPU) if found > 1} == {}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

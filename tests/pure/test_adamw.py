@@ -205,5 +205,5 @@ def test_opcheck() -> None:
     some = [[torch.randn(5), torch.randn(2, 3)] for _ in range(3)]
     rest = [[torch.rand(5), torch.rand(2, 3)], [torch.ones(()), torch.ones(())], [torch.zeros(5).bfloat16(), torch.zeros(2, 3).bfloat16()]]
     args = (*some, *rest, torch.tensor(0.5), torch.zeros(()), 1e-3, 0.9, 0.999, 1e-8, 0.1, False, True)
-    torch.library.opcheck(torch.ops.foretell.adamw_.default, args)
-    torch.library.opcheck(torch.ops.foretell.squares.default, (some[0],))
+    torch.library.opcheck(torch.ops.foretell_kernels.adamw_.default, args)
+    torch.library.opcheck(torch.ops.foretell_kernels.squares.default, (some[0],))

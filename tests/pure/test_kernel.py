@@ -19,7 +19,7 @@ from foretell.kernels import catalog
 from foretell.kernels.gated import gated
 from foretell.kernels.rms_norm import rms_norm
 from foretell.kernels.rows import as_rows, has_rows
-from tests.kernel_cases import CPU, MINE, Seen, cases, drawn, error, results, shapes_of, worst
+from tests.kernel_cases import CPU, MINE, UNITS, Seen, cases, drawn, error, results, shapes_of, worst
 
 ROOT = Path(__file__).resolve().parents[2]
 with_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -40,7 +40,7 @@ def test_a_gradient_that_is_a_little_wrong_would_be_seen(name: str) -> None:
         wrong = one.detach().clone()
         wrong[(0,) * wrong.dim()] += 1e-3 * wrong.norm()
         right = results(kernel.reference, kernel, given, torch.float64)[place]
-        assert error(wrong, right) > 100 * (2 * error(one, right) + 4 * torch.finfo(torch.float32).eps)
+        assert error(wrong, right) > 100 * (2 * error(one, right) + UNITS * torch.finfo(torch.float32).eps)
 
 
 @with_triton

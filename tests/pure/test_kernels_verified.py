@@ -34,7 +34,7 @@ def test_the_harness_accepts_it(name: str) -> None:
     assert done.returncode == 0 and "accepted" in done.stdout, done.stdout + done.stderr
 
 
-SPILLED = {("add_rms_norm", 16384): 16, ("layer_norm", 16384): 256, ("add_layer_norm", 16384): 320}
+SPILLED = {("layer_norm", 16384): 64, ("add_layer_norm", 16384): 80}
 """Bytes of a thread at most: a row of so many columns does not fit beside the sums of its weight's gradient. Whether such a launch is worth
 it is for a measurement to say."""
 

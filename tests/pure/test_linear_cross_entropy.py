@@ -227,11 +227,11 @@ def test_unknown_words_are_refused(name: str, value: str) -> None:
 @pytest.mark.parametrize("wanted", [(True, True, True), (False, False, False)])
 def test_opcheck(wanted: tuple[bool, ...]) -> None:
     x, weight, bias, target = drawn(torch.float32)
-    op = torch.ops.foretell.linear_cross_entropy.default
+    op = torch.ops.foretell_kernels.linear_cross_entropy.default
     torch.library.opcheck(op, (x, weight, bias, target, IGNORED, 0.1, 1e-3, 4.0, "mean", 3, "auto", *wanted))
-    rows = torch.ops.foretell.logits_gradient_.default
+    rows = torch.ops.foretell_kernels.logits_gradient_.default
     torch.library.opcheck(rows, (torch.randn(5, 7), 6, torch.arange(5), torch.ones(()), None, IGNORED, 0.0, 0.0, 0.0, True))
-    torch.library.opcheck(torch.ops.foretell.scale_.default, (torch.randn(5), torch.tensor(2.0)))
+    torch.library.opcheck(torch.ops.foretell_kernels.scale_.default, (torch.randn(5), torch.tensor(2.0)))
 
 
 @pytest.mark.skipif(interpreted(), reason="torch.compile")

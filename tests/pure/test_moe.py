@@ -101,11 +101,11 @@ def test_autocast() -> None:
 def test_opcheck_and_compile() -> None:
     given = drawn(6, 2, 4, 3, 3, dtype=torch.float32)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")  # compiled below, with sizes that change nothing
-    torch.library.opcheck(torch.ops.foretell.moe.default, tuple(given), test_utils=checks)
+    torch.library.opcheck(torch.ops.foretell_kernels.moe.default, tuple(given), test_utils=checks)
     h, place = torch.randn(5, 8), torch.tensor([[0, 3], [1, 4]], dtype=torch.int32)
-    torch.library.opcheck(torch.ops.foretell.moe_activate_backward.default, (h, torch.randn(5, 4), torch.rand(5)))
-    torch.library.opcheck(torch.ops.foretell.moe_combine.default, (h, place, torch.rand(2, 2)))
-    torch.library.opcheck(torch.ops.foretell.moe_activate.default, (h,))
+    torch.library.opcheck(torch.ops.foretell_kernels.moe_activate_backward.default, (h, torch.randn(5, 4), torch.rand(5)))
+    torch.library.opcheck(torch.ops.foretell_kernels.moe_combine.default, (h, place, torch.rand(2, 2)))
+    torch.library.opcheck(torch.ops.foretell_kernels.moe_activate.default, (h,))
     compiled = torch.compile(lambda *some: moe(*some) * 2, backend="aot_eager", fullgraph=True)
     for mine, theirs in zip(gradients(compiled, given), gradients(lambda *some: reference(*some) * 2, given), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-6)

@@ -11,6 +11,7 @@ that FSDP2 and torch.compile see the same model. Copies have the kernels too; a 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from types import MethodType
@@ -70,11 +71,14 @@ class Applied:
         return "\n".join(lines) or "no module has a kernel"
 
 
-def apply(model: nn.Module, names: Iterable[str] | None = None, *, anywhere: bool = False, emulated: bool = False) -> Applied:
+def apply(
+    model: nn.Module, names: Iterable[str] | None = None, *, once: bool = False, anywhere: bool = False, emulated: bool = False
+) -> Applied:
     """Swap the forwards of the modules the named kernels can stand for; without names, of kernels that are on by default.
 
-    `anywhere` takes every shape, and a CPU, where the op runs its reference: for trials. `emulated` takes a CPU's tensors, real or fake,
-    for those of a GPU: for traces.
+    `once` promises that every graph is gone through once (no `retain_graph`), so that a gate's gradients may take the places of what it
+    was given. `anywhere` takes every shape, and a CPU, where the op runs its reference: for trials. `emulated` takes a CPU's tensors,
+    real or fake, for those of a GPU: for traces.
     """
     if not isinstance(model, nn.Module):
         raise UserError(f"kernels go into a torch module, and this is a {type(model).__name__}", "give the model itself")
@@ -83,6 +87,8 @@ def apply(model: nn.Module, names: Iterable[str] | None = None, *, anywhere: boo
     left: list[KernelLeft] = []
     put: list[tuple[nn.Module, MethodType]] = []
     for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
         with outside_modes():
             said = _swapped(module, asked, anywhere)
         if isinstance(said, str):
@@ -90,7 +96,7 @@ def apply(model: nn.Module, names: Iterable[str] | None = None, *, anywhere: boo
         elif said is not None:
             gate, found = said
             with outside_modes():
-                forward = MethodType(found.forward(replace(gate, emulated=emulated)), module)
+                forward = MethodType(found.forward(replace(gate, once=once, emulated=emulated)), module)
             module.forward = forward
             put.append((module, forward))
             swapped.append(KernelSwap(module=path or "the model", kernel=found.kernel, how=found.how))
@@ -98,7 +104,7 @@ def apply(model: nn.Module, names: Iterable[str] | None = None, *, anywhere: boo
 
 
 def _swapped(module: nn.Module, asked: dict[str, TrainingKernel] | None, anywhere: bool) -> tuple[KernelGate, KernelMatch] | str | None:
-    """The gate and what is behind it, why the module is left, or nothing."""
+    """A match with its gate, why the module is left, or nothing."""
     for finder in FINDERS:
         found = finder(module)
         if found is None:
@@ -110,9 +116,7 @@ def _swapped(module: nn.Module, asked: dict[str, TrainingKernel] | None, anywher
         if "forward" in vars(module):
             return "its forward was replaced already"
         gate = _gate(found, module, asked is not None, anywhere)
-        if isinstance(gate, str):
-            return gate
-        return gate, found
+        return gate if isinstance(gate, str) else (gate, found)
     return None
 
 
@@ -130,6 +134,8 @@ def _gate(found: KernelMatch, module: nn.Module, named: bool, anywhere: bool) ->
     if anywhere:
         any_shape = (ShapeBucket(name="any", limits={}, config={}),)
         return KernelGate(kernel=kernel, buckets=dict.fromkeys((*kernel.dtypes, torch.float64), any_shape), devices=("cuda", "cpu"), **found.gate)
+    if why := _unable():
+        return why
     if named:
         return KernelGate(kernel=kernel, buckets=dict.fromkeys(kernel.dtypes, kernel.buckets), **found.gate)
     device = next((one.device for one in module.parameters()), torch.device("cpu"))
@@ -138,3 +144,14 @@ def _gate(found: KernelMatch, module: nn.Module, named: bool, anywhere: bool) ->
     if buckets:
         return KernelGate(kernel=kernel, buckets=buckets, **found.gate)
     return f"{kernel.name} was not measured to be faster on this {device.type}"
+
+
+def _unable() -> str:
+    """Why no kernel can run on the GPU of this process; nothing where there is none, as the model may be moved."""
+    if not torch.cuda.is_available():
+        return ""
+    if importlib.util.find_spec("triton") is None:
+        return "kernels need Triton, which is not installed"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return f"kernels are for compute capability 8.0 and above, and {torch.cuda.get_device_name()} has less"
+    return ""

@@ -37,6 +37,8 @@ class KernelGate:
     devices: tuple[str, ...] = ("cuda",)
     autocast: str = NEVER
     layout: Callable[[Tensor], bool] = contiguous
+    once: bool = False
+    """Whether every graph is gone through once, so that a backward may write over what it needs no more."""
     emulated: bool = False
     """Tensors of a CPU are taken for those of a GPU: a trace."""
 

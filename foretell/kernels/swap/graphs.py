@@ -3,9 +3,9 @@
     gate       activation(g) · u, where g and u go nowhere else
     residual   s = a + b; norm(s), where norm is a child that computes a norm and follows at once
 
-The forward is read by torch.fx with its children left whole, in training and in evaluation; it counts only if both readings agree and
-have nothing but calls of children, halves of a tensor, that activation and that product, or sums. The new forward calls the same
-children in the same order, with the kernel in the place of the two ops.
+The forward is read by torch.fx with its children left whole, in training and in evaluation; it counts only if it does nothing but answer,
+both readings agree, and they have nothing but calls of children, halves of a tensor, that activation and that product, or sums. The new
+forward calls the same children in the same order, with the kernel in the place of the two ops.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor, fx, nn
 from foretell.kernels import gated, layer_norm, rms_norm
 from foretell.kernels.rows import has_rows
 from foretell.kernels.swap.gate import NEVER, UNTOUCHED, KernelGate
-from foretell.kernels.swap.match import Forward, KernelMatch, twin_of, unhooked
-from foretell.kernels.swap.norms import Norm, default_epses, norm_of
+from foretell.kernels.swap.match import Forward, KernelMatch, does_nothing_else, twin_of, unhooked
+from foretell.kernels.swap.norms import Norm, default_epses, default_of, norm_of
 
 MOST_CHILDREN = 12
 HALVING = {torch.chunk, torch.split, operator.getitem}
@@ -38,7 +38,7 @@ class ChildrenWhole(fx.Tracer):
 
 def read(module: nn.Module) -> fx.Graph | None:
     """The forward as a graph, if it is the same in training and evaluation; none where it cannot be read."""
-    if not 2 <= len(module._modules) <= MOST_CHILDREN or not _takes_tensors(module):
+    if not 2 <= len(module._modules) <= MOST_CHILDREN or not _takes_tensors(module) or not does_nothing_else(module):
         return None
     found = []
     for training in (True, False):
@@ -116,7 +116,7 @@ def _gate_stand_in(kernel: KernelGate, name: str, activation: Callable[[Tensor],
     def gate_times_up(gate: Tensor, up: Tensor, *linears: nn.Module) -> Tensor:
         """`linears`: what made them, where those keep no result of theirs, so that nobody has it but this."""
         if gate.shape == up.shape and kernel.takes(gate, up):
-            once = len(linears) == 2 and unhooked(*linears) and not torch.compiler.is_compiling()
+            once = kernel.once and len(linears) == 2 and not torch.compiler.is_compiling() and unhooked(*linears)
             return gated.gated(gate, up, name, once)
         return activation(gate) * up
 
@@ -212,7 +212,7 @@ def _residual_stand_in(kernel: KernelGate, norm: Norm) -> Callable[..., tuple[Te
         if x.shape == other.shape and unhooked(child) and kernel.takes(x, other, weight, bias):
             if centred:
                 return layer_norm.add_layer_norm(x, other, weight, bias, eps or 0.0)
-            return rms_norm.add_rms_norm(x, other, weight, epses[x.device.type][x.dtype] if eps is None else eps, offset)
+            return rms_norm.add_rms_norm(x, other, weight, default_of(x, epses) if eps is None else eps, offset)
         total = x + other
         return total, child(total)
 

@@ -8,7 +8,7 @@ on values.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from foretell.kernels import layer_norm, rms_norm
 from foretell.kernels.rows import DTYPES
 from foretell.kernels.swap.gate import FLOAT32, NEVER, KernelGate
-from foretell.kernels.swap.match import Forward, KernelMatch, twin_of
+from foretell.kernels.swap.match import Forward, KernelMatch, does_nothing_else, twin_of
 
 # ---------------------------------------------------------------- what autocast and eps are
 
@@ -42,6 +42,11 @@ def default_epses() -> dict[str, dict[torch.dtype, float]]:
     """Device → format → eps: asked now, so that a forward has only to look."""
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     return {device: {dtype: default_eps(dtype, device) for dtype in (*DTYPES, torch.float64)} for device in devices}
+
+
+def default_of(x: Tensor, epses: Mapping[str, Mapping[torch.dtype, float]]) -> float:
+    """For a call that a gate takes: under autocast that is one in float32."""
+    return epses[x.device.type][torch.float32 if torch.is_autocast_enabled(x.device.type) else x.dtype]
 
 
 # ---------------------------------------------------------------- torch's own
@@ -106,7 +111,7 @@ def rms_forward(gate: KernelGate, plain: Forward, norm: Norm) -> Forward:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         weight = getattr(self, name)
         if gate.takes(x, weight):
-            return rms_norm.rms_norm(x, weight, epses[x.device.type][x.dtype] if eps is None else eps, offset)
+            return rms_norm.rms_norm(x, weight, default_of(x, epses) if eps is None else eps, offset)
         return plain(self, x)
 
     return forward
@@ -152,7 +157,7 @@ def asked_norm(module: nn.Module) -> Norm | str | None:
     if len(mine) != 1 or mine[0][1].dim() != 1:
         return None
     (name, weight) = mine[0]
-    found = _asked(module, name, weight.shape[0])
+    found = _asked(module, name, weight.shape[0]) if does_nothing_else(module) else "its forward does more than return"
     if isinstance(found, str):
         return found if "norm" in type(module).__name__.lower() else None
     eps, offset = found

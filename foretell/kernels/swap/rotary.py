@@ -1,7 +1,8 @@
 """Attention that turns its queries and keys by a function of its own file, `f(q, k, cos, sin)`.
 
 The function is asked what it computes, and the module gets a forward of the same code that sees the kernel by that name: the file
-and the class stay as they are. What else the function may be told (where the heads are, say) is left to it.
+and the class stay as they are. What else the function may be told (where the heads are, say) is left to it. The other names of the file
+are as they were when the kernel was put in.
 """
 
 from __future__ import annotations
