@@ -330,7 +330,8 @@ def toml_of(rows: Sequence[Mapping[str, Any]]) -> str:
             continue
         kept = {
             "kernel": row["kernel"], "device": row["device"], "dtype": row["dtype"], "shape": row["shape"], "config": row["config"],
-            "seconds": row["seconds"], "baseline": row["best"], "baseline_seconds": row["baseline_seconds"], "speedup": row["speedup"],
+            "seconds": row["seconds"], "floor_seconds": row["floor_seconds"],
+            "baseline": row["best"], "baseline_seconds": row["baseline_seconds"], "speedup": row["speedup"],
             "low": row["low"], "high": row["high"], "peak_bytes": row["peak_bytes"],
             "baseline_peak_bytes": row["baselines"][row["best"]]["peak_bytes"],
             "source": f"torch {row['torch']}, Triton {row['triton'] or 'none'}, {row['date']}",

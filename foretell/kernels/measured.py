@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +15,11 @@ from pathlib import Path
 import torch
 
 from foretell.kernels.kernel import Shape, ShapeBucket, TrainingKernel
-
-FILE = Path(__file__).with_name("measured.toml")
-ENOUGH = 1.0
-"""Speedup over the best baseline from which a kernel is on."""
+from foretell.kernels.names import ENOUGH, FILE, measured_rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredKernel:
+class KernelRow:
     """Forward and backward of one kernel at one shape."""
 
     kernel: str
@@ -33,6 +29,8 @@ class MeasuredKernel:
     shape: Shape
     config: Mapping[str, int]
     seconds: float
+    floor_seconds: float
+    """Of its bytes at the bandwidth measured in the same run."""
     baseline: str
     """The best one."""
     baseline_seconds: float
@@ -46,12 +44,12 @@ class MeasuredKernel:
     """Torch, Triton and date."""
 
 
-def read(path: Path = FILE) -> tuple[MeasuredKernel, ...]:
-    return tuple(MeasuredKernel(**row) for row in tomllib.loads(path.read_text(encoding="utf-8")).get("row", ()))
+def read(path: Path = FILE) -> tuple[KernelRow, ...]:
+    return tuple(KernelRow(**row) for row in measured_rows(path))
 
 
 @functools.cache
-def rows() -> tuple[MeasuredKernel, ...]:
+def rows() -> tuple[KernelRow, ...]:
     return read()
 
 
@@ -60,7 +58,7 @@ def device_name(device: torch.device) -> str:
 
 
 def on_by_default(
-    kernel: TrainingKernel, device: str, dtype: torch.dtype, found: tuple[MeasuredKernel, ...] | None = None
+    kernel: TrainingKernel, device: str, dtype: torch.dtype, found: tuple[KernelRow, ...] | None = None
 ) -> tuple[ShapeBucket, ...]:
     """The buckets in which it is on."""
     name = str(dtype).removeprefix("torch.")

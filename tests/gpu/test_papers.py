@@ -96,7 +96,7 @@ def test_hash_grid(dtype: torch.dtype, bar: float) -> None:
         x, up = x.to(dtype), torch.randn(1000, 5, device="cuda")
 
         def run(x: Tensor, given: list[Tensor], sides: Tensor = sides, entries: int = entries, up: Tensor = up) -> list[Tensor]:
-            out = torch.ops.foretell.hash_mlp(x, given[0], sides, entries, *given[1:])
+            out = torch.ops.foretell_kernels.hash_mlp(x, given[0], sides, entries, *given[1:])
             return [out, hash_grid.encode(x, given[0], sides, entries), *torch.autograd.grad((out * up.to(out.dtype)).sum(), given)]
 
         found, want = run(x, given), run(x.double(), [one.detach().double().requires_grad_() for one in given])

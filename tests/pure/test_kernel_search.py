@@ -42,7 +42,7 @@ class Planted:
         rows, warps = (axis.choices.index(config[axis.name]) for axis in self.space.axes)
         work, wrong = 4 * (abs(rows - 2) + 2 * abs(warps - 1)), (rows, warps) == (0, 3)
         return (
-            "import torch\nfrom torch import nn\nW = torch.randn(96, 96)\n\n\nclass ModelNew(nn.Module):\n    def forward(self, x):\n"
+            "import torch\nfrom torch import nn\nW = torch.randn(128, 128)\n\n\nclass ModelNew(nn.Module):\n    def forward(self, x):\n"
             f"        for _ in range({work}):\n            W @ W\n        return torch.softmax(x, -1){' * 2' if wrong else ''}\n"
         )
 

@@ -70,7 +70,7 @@ def test_hash_grid(dtype: torch.dtype, bar: float) -> None:
         up = torch.randn(70, 5)
 
         def run(x: Tensor, given: list[Tensor], sides: Tensor = sides, entries: int = entries, up: Tensor = up) -> list[Tensor]:
-            out = torch.ops.foretell.hash_mlp(x, given[0], sides, entries, *given[1:])
+            out = torch.ops.foretell_kernels.hash_mlp(x, given[0], sides, entries, *given[1:])
             features = hash_grid.encode(x, given[0], sides, entries)
             return [out, features, *torch.autograd.grad((out * up.to(out.dtype)).sum(), given)]
 

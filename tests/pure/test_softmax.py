@@ -44,4 +44,4 @@ def test_pairs_are_exponentials() -> None:
 def test_gradients() -> None:
     x = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(two_pass_softmax, (x,))
-    torch.library.opcheck(torch.ops.foretell.two_pass_softmax.default, (x,))
+    torch.library.opcheck(torch.ops.foretell_kernels.two_pass_softmax.default, (x,))

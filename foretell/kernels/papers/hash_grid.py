@@ -105,8 +105,8 @@ def _mlp_gradient(ctx: Any, up: Tensor) -> tuple[Tensor | None, ...]:
     return None, of_table, None, None, inner.t() @ features, inner.sum(0), up.t() @ hidden, up.sum(0)
 
 
-torch.library.register_autograd("foretell::hash_encode", _encode_gradient, setup_context=_encode_context)
-torch.library.register_autograd("foretell::hash_mlp", _mlp_gradient, setup_context=_mlp_context)
+torch.library.register_autograd("foretell_kernels::hash_encode", _encode_gradient, setup_context=_encode_context)
+torch.library.register_autograd("foretell_kernels::hash_mlp", _mlp_gradient, setup_context=_mlp_context)
 
 
 def encode(x: Tensor, table: Tensor, sides: Tensor, entries: int) -> Tensor:

@@ -59,7 +59,7 @@ def _gradient(ctx: Any, up: Tensor) -> Tensor:
 
 
 torch.library.register_autograd(
-    "foretell::two_pass_softmax", _gradient, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output)
+    "foretell_kernels::two_pass_softmax", _gradient, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output)
 )  # fmt: skip
 
 
