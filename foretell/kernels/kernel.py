@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,13 +57,20 @@ class TrainingKernel:
     measured_at: tuple[Shape, ...]
     """The declared shapes: it is on by default in a bucket whose declared shapes were all measured at 1.00× the best baseline or above."""
     draw: Callable[[Shape, torch.dtype, torch.device], tuple[Any, ...]]
-    """Arguments of a call of that shape; tensors among them may be asked for gradients."""
+    """Arguments of a call of that shape."""
     floor_bytes: Callable[[Shape, int], int]
     """To be moved by forward and backward at the least, of a shape and the bytes of an element."""
     saved_bytes: Callable[[Shape, int], int]
     """Made by the forward and kept for the backward, beside its results; inputs that are kept are not counted."""
+    no_gradient: tuple[int, ...] = ()
+    """Places of floating arguments that get none."""
     error_ratio: float = 2.0
     """Its error against float64 may be so many times that of eager in the same format."""
+
+    def learned(self, arguments: Sequence[Any]) -> list[int]:
+        """Places of the arguments of a call that get gradients."""
+        floating = (place for place, one in enumerate(arguments) if isinstance(one, torch.Tensor) and one.is_floating_point())
+        return [place for place in floating if place not in self.no_gradient]
 
     def bucket(self, shape: Shape) -> ShapeBucket | None:
         return next((one for one in self.buckets if one.holds(shape)), None)
@@ -86,6 +93,22 @@ def define(name: str, schema: str, *, plain: Callable[..., Any], triton: str, fa
     LIBRARY.impl(name, on_cpu, "CPU")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def define_in_place(
+    name: str, schema: str, *, plain: Callable[..., Any], triton: str, fake: Callable[..., Any], changes: tuple[int, ...]
+) -> Any:
+    """An op that changes arguments, those at `changes`: autograd sees that they are others now."""
+    op = define(name, schema, plain=plain, triton=triton, fake=fake)
+
+    def mark(keys: Any, *args: Any) -> Any:
+        for place in changes:
+            torch.autograd.graph.increment_version(args[place])
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return op.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *args)
+
+    LIBRARY.impl(name, mark, "ADInplaceOrView", with_keyset=True)
+    return op
 
 
 def differentiate(name: str, context: Callable[..., None], gradient: Callable[..., Any]) -> None:

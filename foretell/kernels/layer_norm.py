@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foretell.kernels.kernel import Shape, TrainingKernel, define, differentiate, in_float32_under_autocast, wider
-from foretell.kernels.rows import BUCKETS, DECLARED, DTYPES, drawn, each_row, like, shape_of
+from foretell.kernels.rows import DECLARED, DTYPES, apart, buckets, drawn, each_row, like, must, shape_of
 
 # ---------------------------------------------------------------- in plain torch
 
@@ -114,7 +114,7 @@ def _gradient(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]
 def _add_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     total, _, mean, rstd = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(mean, rstd)
+    ctx.mark_non_differentiable(*apart(ctx, total), mean, rstd)
     ctx.save_for_backward(total, inputs[2], mean, rstd)
 
 
@@ -136,10 +136,13 @@ in_float32_under_autocast("add_layer_norm")
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    must(all(one is None or one.shape == x.shape[-1:] for one in (weight, bias)), "a weight and a bias for each element of a row")
     return _layer_norm(x, weight, bias, eps)[0]
 
 
 def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    must(all(one is None or one.shape == x.shape[-1:] for one in (weight, bias)), "a weight and a bias for each element of a row")
+    must((x.shape, x.dtype) == (residual.shape, residual.dtype), "two tensors of one shape and format")
     total, y, _, _ = _add_layer_norm(x, residual, weight, bias, eps)
     return total, y
 
@@ -157,13 +160,29 @@ def add_draw(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[An
     return drawn(shape, dtype, device), *draw(shape, dtype, device)
 
 
+# Of each width, as `rows.py` has them.
+_CONFIGS = (
+    {"warps": 2, "each": 1, "backward_warps": 4, "per_sm": 7, "ahead": 1, "hold": 1, "again": 0},
+    {"warps": 4, "each": 1, "backward_warps": 8, "per_sm": 3, "ahead": 1, "hold": 1, "again": 0},
+    {"warps": 4, "each": 1, "backward_warps": 8, "per_sm": 2, "ahead": 1, "hold": 1, "again": 0},
+    {"warps": 8, "each": 1, "backward_warps": 16, "per_sm": 1, "ahead": 1, "hold": 1, "again": 0},
+    {"warps": 16, "each": 1, "backward_warps": 16, "per_sm": 1, "ahead": 0, "hold": 0, "again": 1},
+)
+_ADD_CONFIGS = (
+    {"warps": 2, "each": 1, "backward_warps": 4, "per_sm": 6, "ahead": 1, "hold": 1, "again": 0},
+    {"warps": 4, "each": 1, "backward_warps": 8, "per_sm": 3, "ahead": 1, "hold": 1, "again": 0},
+    {"warps": 4, "each": 1, "backward_warps": 8, "per_sm": 2, "ahead": 0, "hold": 0, "again": 0},
+    {"warps": 8, "each": 1, "backward_warps": 16, "per_sm": 1, "ahead": 0, "hold": 0, "again": 0},
+    {"warps": 16, "each": 1, "backward_warps": 16, "per_sm": 1, "ahead": 0, "hold": 0, "again": 1},
+)
+
 LAYER_NORM = TrainingKernel(
-    name="layer_norm", says="LayerNorm, forward and backward", reference=reference, call=layer_norm, shape_of=shape_of, buckets=BUCKETS,
+    name="layer_norm", says="LayerNorm, forward and backward", reference=reference, call=layer_norm, shape_of=shape_of, buckets=buckets(*_CONFIGS),
     dtypes=DTYPES, measured_at=DECLARED, draw=draw, floor_bytes=lambda shape, size: 5 * shape["rows"] * shape["width"] * size,
     saved_bytes=lambda shape, size: 8 * shape["rows"],
 )  # fmt: skip
 ADD_LAYER_NORM = TrainingKernel(
     name="add_layer_norm", says="residual add and LayerNorm, forward and backward", reference=add_reference, call=add_layer_norm,
-    shape_of=shape_of, buckets=BUCKETS, dtypes=DTYPES, measured_at=DECLARED, draw=add_draw,
+    shape_of=shape_of, buckets=buckets(*_ADD_CONFIGS), dtypes=DTYPES, measured_at=DECLARED, draw=add_draw,
     floor_bytes=lambda shape, size: 8 * shape["rows"] * shape["width"] * size, saved_bytes=lambda shape, size: 8 * shape["rows"],
 )  # fmt: skip

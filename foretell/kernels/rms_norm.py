@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from foretell.kernels.kernel import Shape, TrainingKernel, define, differentiate, in_float32_under_autocast, wider
-from foretell.kernels.rows import BUCKETS, DECLARED, DTYPES, drawn, each_row, like, shape_of
+from foretell.kernels.rows import DECLARED, DTYPES, apart, buckets, drawn, each_row, like, must, shape_of
 
 # ---------------------------------------------------------------- in plain torch
 
@@ -112,7 +112,7 @@ def _add_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
     _, _, weight, _, ctx.offset = inputs
     total, _, rstd = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(rstd)
+    ctx.mark_non_differentiable(*apart(ctx, total), rstd)
     ctx.save_for_backward(total, weight, rstd)
 
 
@@ -135,10 +135,13 @@ in_float32_under_autocast("add_rms_norm")
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
+    must(weight is None or weight.shape == x.shape[-1:], "a weight for each element of a row")
     return _rms_norm(x, weight, eps, offset)[0]
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
+    must(weight is None or weight.shape == x.shape[-1:], "a weight for each element of a row")
+    must((x.shape, x.dtype) == (residual.shape, residual.dtype), "two tensors of one shape and format")
     total, y, _ = _add_rms_norm(x, residual, weight, eps, offset)
     return total, y
 
@@ -154,13 +157,30 @@ def add_draw(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[An
     return drawn(shape, dtype, device), *draw(shape, dtype, device)
 
 
+# Of each width, as `rows.py` has them.
+_CONFIGS = (
+    {"warps": 2, "each": 1, "backward_warps": 4, "per_sm": 8, "ahead": 1, "hold": 1, "again": 0},
+    {"warps": 4, "each": 1, "backward_warps": 4, "per_sm": 4, "ahead": 1, "hold": 1, "again": 0},
+    {"warps": 4, "each": 1, "backward_warps": 8, "per_sm": 4, "ahead": 0, "hold": 0, "again": 0},
+    {"warps": 8, "each": 1, "backward_warps": 16, "per_sm": 1, "ahead": 1, "hold": 1, "again": 0},
+    {"warps": 16, "each": 1, "backward_warps": 16, "per_sm": 1, "ahead": 0, "hold": 0, "again": 0},
+)
+_ADD_CONFIGS = (
+    {"warps": 2, "each": 1, "backward_warps": 4, "per_sm": 7, "ahead": 1, "hold": 1, "again": 0},
+    {"warps": 4, "each": 1, "backward_warps": 8, "per_sm": 3, "ahead": 1, "hold": 1, "again": 0},
+    {"warps": 4, "each": 1, "backward_warps": 8, "per_sm": 3, "ahead": 0, "hold": 0, "again": 0},
+    {"warps": 8, "each": 1, "backward_warps": 16, "per_sm": 1, "ahead": 1, "hold": 1, "again": 0},
+    {"warps": 16, "each": 1, "backward_warps": 16, "per_sm": 1, "ahead": 0, "hold": 0, "again": 1},
+)
+
 RMS_NORM = TrainingKernel(
-    name="rms_norm", says="RMSNorm, forward and backward", reference=reference, call=rms_norm, shape_of=shape_of, buckets=BUCKETS, dtypes=DTYPES,
-    measured_at=DECLARED, draw=draw, floor_bytes=lambda shape, size: 5 * shape["rows"] * shape["width"] * size,
+    name="rms_norm", says="RMSNorm, forward and backward", reference=reference, call=rms_norm, shape_of=shape_of,
+    buckets=buckets(*_CONFIGS), dtypes=DTYPES, measured_at=DECLARED, draw=draw,
+    floor_bytes=lambda shape, size: 5 * shape["rows"] * shape["width"] * size,
     saved_bytes=lambda shape, size: 4 * shape["rows"],
 )  # fmt: skip
 ADD_RMS_NORM = TrainingKernel(
     name="add_rms_norm", says="residual add and RMSNorm, forward and backward", reference=add_reference, call=add_rms_norm, shape_of=shape_of,
-    buckets=BUCKETS, dtypes=DTYPES, measured_at=DECLARED, draw=add_draw,
+    buckets=buckets(*_ADD_CONFIGS), dtypes=DTYPES, measured_at=DECLARED, draw=add_draw,
     floor_bytes=lambda shape, size: 8 * shape["rows"] * shape["width"] * size, saved_bytes=lambda shape, size: 4 * shape["rows"],
 )  # fmt: skip

@@ -15,12 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from foretell.kernels import measured
-from foretell.kernels.kernel import TrainingKernel, wider
+from foretell.kernels.kernel import HALVES, TrainingKernel, wider
 from foretell.kernels.layer_norm import ADD_LAYER_NORM, LAYER_NORM
 from foretell.kernels.rms_norm import ADD_RMS_NORM, RMS_NORM
 
-COLUMNS, ROWS = 32, 32
-"""Of a program that adds up the parts of the weight's gradient."""
+COLUMNS, ROWS = 16, 256
+"""Of a program that adds up the parts of the weight's gradient: few turns, as each waits for its loads."""
 
 
 @triton.jit
@@ -55,11 +55,11 @@ def forward_rows(x, residual, weight, bias, total, y, mean, rstd, rows, width, e
 @triton.jit
 def backward_rows(dy, dsum, x, weight, mean, rstd, dx, dweights, dbiases, rows, width, offset,
                   BLOCK: tl.constexpr, ADD: tl.constexpr, MEAN: tl.constexpr, WEIGHT: tl.constexpr, WANTS: tl.constexpr,
-                  BIAS: tl.constexpr, AHEAD: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+                  BIAS: tl.constexpr, AHEAD: tl.constexpr, HOLD: tl.constexpr, AGAIN: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
     first, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     at = tl.arange(0, BLOCK)
     inside = at < width
-    if WEIGHT:
+    if WEIGHT and HOLD:
         learned = offset + tl.load(weight + at, mask=inside, other=0.0).to(WIDE)
     dweight = tl.zeros([BLOCK], WIDE)
     dbias = tl.zeros([BLOCK], WIDE)
@@ -80,23 +80,42 @@ def backward_rows(dy, dsum, x, weight, mean, rstd, dx, dweights, dbiases, rows, 
         else:
             value = tl.load(x + row * width + at, mask=inside, other=0.0).to(WIDE)
             up = tl.load(dy + row * width + at, mask=inside, other=0.0).to(WIDE)
-            if ADD:
+            if ADD and not AGAIN:
                 through = tl.load(dsum + row * width + at, mask=inside, other=0.0).to(WIDE)
         scale = tl.load(rstd + row)
         if MEAN:
-            value = tl.where(inside, value - tl.load(mean + row), 0.0)
+            middle = tl.load(mean + row)
+            value = tl.where(inside, value - middle, 0.0)
         unit = value * scale
+        wide = up
+        if WEIGHT:
+            if not HOLD:
+                learned = offset + tl.load(weight + at, mask=inside, other=0.0).to(WIDE)
+            wide = up * learned
+        along = tl.sum(wide * unit, 0) / width
+        if MEAN:
+            level = tl.sum(wide, 0) / width
+        if AGAIN:
+            # From the cache: a row this wide does not fit beside its sums.
+            unit = tl.load(x + row * width + at, mask=inside, other=0.0, eviction_policy="evict_first").to(WIDE)
+            if MEAN:
+                unit = tl.where(inside, unit - middle, 0.0)
+            unit = unit * scale
+            up = tl.load(dy + row * width + at, mask=inside, other=0.0, eviction_policy="evict_first").to(WIDE)
+            wide = up
+            if WEIGHT:
+                wide = up * (offset + tl.load(weight + at, mask=inside, other=0.0, eviction_policy="evict_last").to(WIDE))
         if WANTS:
             dweight += up * unit
         if BIAS:
             dbias += up
-        if WEIGHT:
-            up = up * learned
-        part = up - unit * (tl.sum(up * unit, 0) / width)
+        part = wide - unit * along
         if MEAN:
-            part = part - tl.sum(up, 0) / width
+            part = part - level
         part = part * scale
         if ADD:
+            if AGAIN:
+                through = tl.load(dsum + row * width + at, mask=inside, other=0.0).to(WIDE)
             part = part + through
         tl.store(dx + row * width + at, part.to(dx.dtype.element_ty), mask=inside)
     if WANTS:
@@ -153,7 +172,7 @@ def _forward(
         forward_rows[(triton.cdiv(rows, each),)](
             x, x if residual is None else residual.contiguous(), x if weight is None else weight, x if bias is None else bias, total, y, middle,
             rstd, rows, width, eps, offset, BLOCK=triton.next_power_of_2(width), EACH=each, ADD=residual is not None, MEAN=mean,
-            WEIGHT=weight is not None, BIAS=bias is not None, WIDE=_wide(x.dtype), num_warps=chosen["warps"],
+            WEIGHT=weight is not None, BIAS=bias is not None, WIDE=_wide(x.dtype), num_warps=chosen["warps"], enable_fp_fusion=True,
         )  # fmt: skip
     return total, y, middle, rstd
 
@@ -176,11 +195,13 @@ def _backward(
         backward_rows[(parts,)](
             dy, x if dsum is None else dsum.contiguous(), x, learned, rstd if mean is None else mean, rstd, dx, dweights, dbiases, rows, width,
             offset, BLOCK=triton.next_power_of_2(width), ADD=dsum is not None, MEAN=mean is not None, WEIGHT=weight is not None,
-            AHEAD=bool(chosen.get("ahead", 1)), num_warps=chosen["backward_warps"], **shape,
+            AHEAD=bool(chosen.get("ahead", 1)) and x.dtype in HALVES, HOLD=bool(chosen.get("hold", 1)),
+            AGAIN=bool(chosen.get("again", 0)), num_warps=chosen["backward_warps"],
+            enable_fp_fusion=True, **shape,
         )  # fmt: skip
         if wants or biased:
             add_parts[(triton.cdiv(width, COLUMNS),)](
-                dweights, dbiases, dweight, dbias, parts, width, COLUMNS=COLUMNS, ROWS=ROWS, num_warps=4, **shape
+                dweights, dbiases, dweight, dbias, parts, width, COLUMNS=COLUMNS, ROWS=ROWS, num_warps=8, enable_fp_fusion=True, **shape
             )  # fmt: skip
     return dx, dweight, dbias
 

@@ -5,7 +5,7 @@ A tensor of a subclass (DTensor, functorch's), another device or format, a shape
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,17 @@ from foretell.kernels.kernel import ShapeBucket, TrainingKernel
 
 PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
+NEVER, FLOAT32, UNTOUCHED = "never", "float32", "untouched"
+"""What autocast means for the module: its kernel is for float32 alone, its op is cast to float32, its ops stay as they are."""
+
+
+def contiguous(x: Tensor) -> bool:
+    return x.is_contiguous()
+
+
+def side_by_side(x: Tensor) -> bool:
+    return x.stride(-1) == 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class KernelGate:
@@ -24,8 +35,10 @@ class KernelGate:
     kernel: TrainingKernel
     buckets: Mapping[torch.dtype, tuple[ShapeBucket, ...]]
     devices: tuple[str, ...] = ("cuda",)
-    cast: bool = False
-    """Whether CUDA's autocast casts the module's op to float32, as it does the kernel's."""
+    autocast: str = NEVER
+    layout: Callable[[Tensor], bool] = contiguous
+    once: bool = False
+    """Whether every graph is gone through once, so that a backward may write over what it needs no more."""
 
     def takes(self, *tensors: Tensor | None) -> bool:
         """`tensors`: the call's, as the kernel's `shape_of` takes them; the first decides on format and device."""
@@ -33,15 +46,17 @@ class KernelGate:
         if first is None or first.device.type not in self.devices:
             return False
         dtype = first.dtype
-        if torch.is_autocast_enabled(first.device.type):
-            if first.device.type == "cuda" and self.cast:
+        if self.autocast != UNTOUCHED and torch.is_autocast_enabled(first.device.type):
+            if first.device.type == "cuda" and self.autocast == FLOAT32:
                 dtype = torch.float32
             elif dtype != torch.float32:
                 return False
-        for one in tensors:
-            if one is not None and (type(one) not in PLAIN or one.device != first.device or one.dtype not in (first.dtype, dtype)):
-                return False
-        if dtype not in self.buckets or not first.is_contiguous():
+        if dtype not in self.buckets:
             return False
+        for one in tensors:
+            if one is not None and not (
+                type(one) in PLAIN and one.device == first.device and one.dtype in (first.dtype, dtype) and self.layout(one)
+            ):
+                return False
         shape = self.kernel.shape_of(*tensors)
         return any(one.holds(shape) for one in self.buckets[dtype])

@@ -10,17 +10,24 @@ that FSDP2 and torch.compile see the same model. Copies have the kernels too; a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import importlib.util
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from types import MethodType
 
 import torch
 from torch import nn
 
 from foretell.errors import UserError
-from foretell.kernels import catalog, match, measured
-from foretell.kernels.gate import KernelGate
-from foretell.kernels.kernel import TrainingKernel
+from foretell.kernels import catalog, measured
+from foretell.kernels.kernel import ShapeBucket, TrainingKernel
+from foretell.kernels.swap.gate import KernelGate
+from foretell.kernels.swap.graphs import find_gate, find_residual
+from foretell.kernels.swap.match import Finder, KernelMatch
+from foretell.kernels.swap.norms import find_norm
+from foretell.kernels.swap.rotary import find_rotary
+
+FINDERS: tuple[Finder, ...] = (find_norm, find_gate, find_residual, find_rotary)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +68,11 @@ class Applied:
         return "\n".join(lines) or "no module has a kernel"
 
 
-def apply(model: nn.Module, names: Iterable[str] | None = None, *, anywhere: bool = False) -> Applied:
+def apply(model: nn.Module, names: Iterable[str] | None = None, *, once: bool = False, anywhere: bool = False) -> Applied:
     """Swap the forwards of the modules the named kernels can stand for; without names, of kernels that are on by default.
 
-    `anywhere` takes every shape, and a CPU, where the op runs its reference: for trials.
+    `once` promises that every graph is gone through once (no `retain_graph`), so that a gate's gradients may take the places of what it
+    was given. `anywhere` takes every shape, and a CPU, where the op runs its reference: for trials.
     """
     if not isinstance(model, nn.Module):
         raise UserError(f"kernels go into a torch module, and this is a {type(model).__name__}", "give the model itself")
@@ -73,20 +81,23 @@ def apply(model: nn.Module, names: Iterable[str] | None = None, *, anywhere: boo
     left: list[KernelLeft] = []
     put: list[tuple[nn.Module, MethodType]] = []
     for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
         said = _swapped(module, asked, anywhere)
         if isinstance(said, str):
             left.append(KernelLeft(module=path or "the model", why=said))
         elif said is not None:
-            forward, found = said
+            gate, found = said
+            forward = MethodType(found.forward(replace(gate, once=once)), module)
             module.forward = forward
             put.append((module, forward))
             swapped.append(KernelSwap(module=path or "the model", kernel=found.kernel, how=found.how))
     return Applied(swapped=tuple(swapped), left=tuple(left), modules=tuple(put))
 
 
-def _swapped(module: nn.Module, asked: dict[str, TrainingKernel] | None, anywhere: bool) -> tuple[MethodType, match.KernelMatch] | str | None:
-    """The forward to be put in, why the module is left, or nothing."""
-    for finder in match.FINDERS:
+def _swapped(module: nn.Module, asked: dict[str, TrainingKernel] | None, anywhere: bool) -> tuple[KernelGate, KernelMatch] | str | None:
+    """A match with its gate, why the module is left, or nothing."""
+    for finder in FINDERS:
         found = finder(module)
         if found is None:
             continue
@@ -97,25 +108,33 @@ def _swapped(module: nn.Module, asked: dict[str, TrainingKernel] | None, anywher
         if "forward" in vars(module):
             return "its forward was replaced already"
         gate = _gate(found, module, asked is not None, anywhere)
-        if isinstance(gate, str):
-            return gate
-        return MethodType(found.forward(gate), module), found
+        return gate if isinstance(gate, str) else (gate, found)
     return None
 
 
-def _gate(found: match.KernelMatch, module: nn.Module, named: bool, anywhere: bool) -> KernelGate | str:
+def _gate(found: KernelMatch, module: nn.Module, named: bool, anywhere: bool) -> KernelGate | str:
     kernel = catalog.find(found.kernel)
     if anywhere:
-        everywhere = tuple(type(one)(name=one.name, limits={}, config=one.config) for one in kernel.buckets[:1])
-        return KernelGate(kernel=kernel, buckets=dict.fromkeys((*kernel.dtypes, torch.float64), everywhere), devices=("cuda", "cpu"), cast=found.cast)
+        any_shape = (ShapeBucket(name="any", limits={}, config={}),)
+        return KernelGate(kernel=kernel, buckets=dict.fromkeys((*kernel.dtypes, torch.float64), any_shape), devices=("cuda", "cpu"), **found.gate)
+    if why := _unable():
+        return why
     if named:
-        return KernelGate(kernel=kernel, buckets=dict.fromkeys(kernel.dtypes, kernel.buckets), cast=found.cast)
+        return KernelGate(kernel=kernel, buckets=dict.fromkeys(kernel.dtypes, kernel.buckets), **found.gate)
     device = next((one.device for one in module.parameters()), torch.device("cpu"))
     buckets = {dtype: measured.on_by_default(kernel, measured.device_name(device), dtype) for dtype in kernel.dtypes}
     buckets = {dtype: some for dtype, some in buckets.items() if some}
-    return KernelGate(kernel=kernel, buckets=buckets, cast=found.cast) if buckets else f"{kernel.name} is not measured to be faster on {device.type}"
+    if buckets:
+        return KernelGate(kernel=kernel, buckets=buckets, **found.gate)
+    return f"{kernel.name} was not measured to be faster on this {device.type}"
 
 
-def names_in(applied: Sequence[Applied]) -> tuple[str, ...]:
-    """The kernels that are in."""
-    return tuple(dict.fromkeys(one.kernel for some in applied for one in some.swapped))
+def _unable() -> str:
+    """Why no kernel can run on the GPU of this process; nothing where there is none, as the model may be moved."""
+    if not torch.cuda.is_available():
+        return ""
+    if importlib.util.find_spec("triton") is None:
+        return "kernels need Triton, which is not installed"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return f"kernels are for compute capability 8.0 and above, and {torch.cuda.get_device_name()} has less"
+    return ""
