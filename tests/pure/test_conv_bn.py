@@ -107,6 +107,18 @@ def test_a_resnet_keeps_less() -> None:
     same_as_evaluation(model.double(), x[:2, :, :32, :32].double())
 
 
+def test_a_copy_has_its_own_statistics() -> None:
+    torch.manual_seed(0)
+    model = drawn(Mixed()).eval()
+    tune(model)
+    x = torch.randn(2, 3, 9, 9)
+    other = copy.deepcopy(model)
+    want = model(x)
+    model.bn1.running_mean += 1.0
+    assert torch.equal(other(x), want) and not torch.equal(model(x), want)
+    assert list(other.state_dict()) == list(Mixed().state_dict())
+
+
 def test_what_cannot_be_traced() -> None:
     class Branch(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -13,12 +13,13 @@ they are.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from foretell.errors import UserError
+from foretell.kernels.papers.forwards import SwappedForwards, replaced
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -36,21 +37,35 @@ def conv_bn(conv: nn.Conv1d | nn.Conv2d | nn.Conv3d, norm: nn.BatchNorm1d | nn.B
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tuned:
+class Tuned(SwappedForwards):
     """What `tune` did."""
 
     pairs: tuple[tuple[str, str], ...]
-    left: tuple[tuple[str, str], ...]
-    modules: tuple[tuple[nn.Module, MethodType], ...]
-
-    def revert(self) -> None:
-        for module, put in self.modules:
-            if vars(module).get("forward") is put:
-                del module.forward
 
     def __str__(self) -> str:
         lines = [f"{conv} + {norm}: one convolution" for conv, norm in self.pairs] + [f"{path}: left, {why}" for path, why in self.left]
         return "\n".join(lines) or "no convolution has a BatchNorm behind it"
+
+
+@dataclass(frozen=True, eq=False)
+class FoldedConv:
+    """A convolution's forward. An object and no closure: in a copy of the model it has the copy's BatchNorm."""
+
+    conv: Any
+    norm: Any
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return type(self.conv).forward(self.conv, x) if self.norm.training else conv_bn(self.conv, self.norm, x)
+
+
+@dataclass(frozen=True, eq=False)
+class FoldedNorm:
+    """The forward of the BatchNorm that it has taken in."""
+
+    norm: Any
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return type(self.norm).forward(self.norm, x) if self.norm.training else x
 
 
 def tune(model: nn.Module) -> Tuned:
@@ -76,7 +91,8 @@ def tune(model: nn.Module) -> Tuned:
             left.append((node.target, why))
             continue
         pairs.append((before.target, node.target))
-        put += _folded(conv, norm)
+        conv.forward, norm.forward = FoldedConv(conv, norm), FoldedNorm(norm)
+        put += [(before.target, conv, conv.forward), (node.target, norm, norm.forward)]
     return Tuned(pairs=tuple(pairs), left=tuple(left), modules=tuple(put))
 
 
@@ -89,19 +105,9 @@ def _why_not(conv: nn.Module | None, norm: nn.Module, before: fx.Node | None, ca
         return "the convolution's output is read by others too"
     if calls[conv] > 1 or calls[norm] > 1:
         return "a module is called more than once"
-    if any("forward" in vars(one) for one in (conv, norm)):
+    if any(replaced(one) for one in (conv, norm)):
         return "a forward was replaced already"
     if any(one._forward_hooks or one._forward_pre_hooks or one._backward_hooks for one in (conv, norm)):
         return "hooks look at what is between"
     return ""
 
-
-def _folded(conv: nn.Module, norm: nn.Module) -> list[tuple[nn.Module, MethodType]]:
-    def both(self: nn.Module, x: Tensor) -> Tensor:
-        return type(self).forward(self, x) if norm.training else conv_bn(self, norm, x)
-
-    def done(self: nn.Module, x: Tensor) -> Tensor:
-        return type(self).forward(self, x) if self.training else x
-
-    conv.forward, norm.forward = MethodType(both, conv), MethodType(done, norm)
-    return [(conv, conv.forward), (norm, norm.forward)]

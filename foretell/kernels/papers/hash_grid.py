@@ -13,7 +13,6 @@ The backward computes features once more; tables' gradients are added up by atom
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from foretell.errors import UserError
 from foretell.kernels.kernel import define
+from foretell.kernels.papers.forwards import SwappedForwards, replaced
 
 PRIMES = (1, 2_654_435_761, 805_459_861)
 CORNERS = 8
@@ -139,20 +139,7 @@ def _check(x: Tensor, table: Tensor, sides: Tensor, entries: int) -> None:
 # ---------------------------------------------------------------- into models
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fused:
-    """What `fuse` did."""
-
-    modules: tuple[tuple[str, nn.Module, MethodType], ...]
-    left: tuple[tuple[str, str], ...]
-
-    def revert(self) -> None:
-        for _, module, put in self.modules:
-            if vars(module).get("forward") is put:
-                del module.forward
-
-
-def fuse(model: nn.Module) -> Fused:
+def fuse(model: nn.Module) -> SwappedForwards:
     """Swap the forward of hash fields: modules with `table`, `sides`, `entries` and two linear layers `out`, whose forward is tried first."""
     put, left = [], []
     for path, module in model.named_modules():
@@ -164,7 +151,7 @@ def fuse(model: nn.Module) -> Fused:
             continue
         module.forward = MethodType(_forward, module)
         put.append((path, module, module.forward))
-    return Fused(modules=tuple(put), left=tuple(left))
+    return SwappedForwards(modules=tuple(put), left=tuple(left))
 
 
 def _forward(module: Any, x: Tensor) -> Tensor:
@@ -173,7 +160,7 @@ def _forward(module: Any, x: Tensor) -> Tensor:
 
 
 def _why_not(module: Any) -> str:
-    if "forward" in vars(module):
+    if replaced(module):
         return "its forward was replaced already"
     kinds = [type(one) for one in module.out] if isinstance(module.out, nn.Sequential) else []
     if kinds != [nn.Linear, nn.ReLU, nn.Linear]:

@@ -10,13 +10,13 @@ before it is used: neighbours count by their distance. Nothing is added to what 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MethodType
 
 import torch
 from torch import Tensor, nn
 
 from foretell.errors import UserError
+from foretell.kernels.papers.forwards import SwappedForwards, replaced
 
 PLAIN = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -39,24 +39,7 @@ def weighted_conv(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor, weights:
     return module._conv_forward(x, module.weight * weights.to(module.weight), module.bias)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Weighed:
-    """What `weigh` did."""
-
-    modules: tuple[tuple[str, nn.Module, MethodType], ...]
-    left: tuple[tuple[str, str], ...]
-
-    def revert(self) -> None:
-        for _, module, put in self.modules:
-            if vars(module).get("forward") is put:
-                del module.forward
-
-    def __str__(self) -> str:
-        lines = [f"{path}: weighted" for path, _, _ in self.modules] + [f"{path}: left, {why}" for path, why in self.left]
-        return "\n".join(lines) or "no convolution is weighted"
-
-
-def weigh(model: nn.Module, rims: Mapping[int, Sequence[float]]) -> Weighed:
+def weigh(model: nn.Module, rims: Mapping[int, Sequence[float]]) -> SwappedForwards:
     """Weight the convolutions of a model by the density of their sides. Modules, parameters and state dict stay what they are."""
     put, left = [], []
     for path, module in model.named_modules():
@@ -65,10 +48,10 @@ def weigh(model: nn.Module, rims: Mapping[int, Sequence[float]]) -> Weighed:
         weights = density(module.kernel_size, rims)
         if weights is None:
             left.append((path, f"no density for sides {tuple(module.kernel_size)}"))
-        elif "forward" in vars(module):
+        elif replaced(module):
             left.append((path, "its forward was replaced already"))
         else:
             weights = weights.to(module.weight)
             module.forward = MethodType(lambda self, x, weights=weights: weighted_conv(self, x, weights), module)
             put.append((path, module, module.forward))
-    return Weighed(modules=tuple(put), left=tuple(left))
+    return SwappedForwards(modules=tuple(put), left=tuple(left))
