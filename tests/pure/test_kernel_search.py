@@ -38,6 +38,9 @@ class Planted:
     compiles = False
     space = ConfigSpace((Axis("rows", (1, 2, 4, 8, 16), 16), Axis("warps", (1, 2, 4, 8), 8)))
 
+    def hopeless(self, config: Config) -> str:
+        return "no" if config == {"rows": 1, "warps": 1} else ""
+
     def text(self, config: Config) -> str:
         rows, warps = (axis.choices.index(config[axis.name]) for axis in self.space.axes)
         work, wrong = 4 * (abs(rows - 2) + 2 * abs(warps - 1)), (rows, warps) == (0, 3)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from foretell.tune.clock.measure import TimingOptions
+from foretell.tune.search.rowwise.torch_text import TorchRows
 from foretell.tune.search.rowwise.triton_text import TritonRows
 from foretell.tune.search.templates import templates_of
 from foretell.tune.search.trial import PRUNED, Trials, pruned, written
@@ -40,6 +42,15 @@ def test_what_is_flat_has_no_rows_to_choose() -> None:
     assert axes("rms") == {"warps", "back_warps", "rows", "back_rows", "programs"}
 
 
+def test_what_fits_no_registers_is_not_compiled() -> None:
+    """24 numbers in a row are held as 32: four rows in a warp are four numbers a thread."""
+    template = TritonRows(tasks.program(*tasks.drawn("rms")), "")
+    usual = {**template.space.first, "warps": 1, "back_warps": 1}
+    assert template.hopeless(usual) == "" == TorchRows(template.program, "").hopeless({})
+    wide = replace(template, program=replace(template.program, width=4096))
+    assert wide.hopeless({**usual, "back_warps": 4}) == "" and wide.hopeless({**usual, "rows": 2}) == "256 numbers in each thread"
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="needs Triton, and TRITON_INTERPRET=1")
 @pytest.mark.parametrize("name", tasks.MODULES)
 def test_values_and_gradients_are_eagers(name: str, tmp_path: Path) -> None:
@@ -53,7 +64,7 @@ def test_values_and_gradients_are_eagers(name: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 @pytest.mark.slow(reason="test_kernel_search.py prunes by what a compiler would say")
 def test_configurations_that_spill_are_pruned_without_a_gpu(tmp_path: Path) -> None:
-    """Forward and backward for sm_90: eight rows of 4096 numbers in one warp do not fit its registers, one row in eight warps does."""
+    """Forward and backward for sm_90: two rows of 4096 numbers in one warp do not fit its registers, one row in eight warps does."""
     path = tmp_path / "task.py"
     path.write_text(
         "import torch\nfrom torch import nn\nclass Model(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
@@ -67,5 +78,5 @@ def test_configurations_that_spill_are_pruned_without_a_gpu(tmp_path: Path) -> N
         good = trials.compiled(written(template.text(usual)))
         assert [one["kernel"] for one in good] == ["forward_rows", "backward_rows"] and pruned(good) is None
         assert all(0 < one["registers"] < 255 and not one["spilled_bytes"] for one in good)
-        bad = trials.tried(written(template.text({**usual, "back_rows": 8, "back_warps": 1})), prune=True)
+        bad = trials.tried(written(template.text({**usual, "back_rows": 2, "back_warps": 1})), prune=True)
         assert bad.status == PRUNED and bad.spilled_bytes > 0

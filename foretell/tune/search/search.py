@@ -19,7 +19,7 @@ from foretell.tune.search.evolve import Evolution
 from foretell.tune.search.kept import KeptRows, KeptWinner, kept_rows, winners_elsewhere
 from foretell.tune.search.space import Config, shown
 from foretell.tune.search.templates import Template, bucket_of, digest_of, templates_of
-from foretell.tune.search.trial import TIMED, TrialResult, Trials, written
+from foretell.tune.search.trial import PRUNED, TIMED, TrialResult, Trials, written
 from foretell.tune.verify.types import Verdict
 
 RESERVE = 0.4
@@ -223,8 +223,10 @@ class _Generations:
     def _tried(self, configs: Sequence[Config], stages: Sequence[str] = ()) -> list[TrialResult]:
         best = max((result.speedup for _, result in self.kept.rows.values()), default=0.0)
         self.doing(f"{len(self.kept.rows)} tried" + (f", best {best:.2f}× eager" if best else "") + f"; {shown(configs[0])}")
-        codes = [written(self.template.text(config), self.trials.task.name) for config in configs]
-        return list(self.trials.each(codes, prune=self.template.compiles, stages=stages, workers=len(codes)))
+        hopeless = [self.template.hopeless(config) for config in configs]
+        codes = [written(self.template.text(config), self.trials.task.name) for config, why in zip(configs, hopeless, strict=True) if not why]
+        found = self.trials.each(codes, prune=self.template.compiles, stages=stages, workers=max(1, len(codes)))
+        return [TrialResult(status=PRUNED, reason=why) if why else next(found) for why in hopeless]
 
     def _finals(self, configs: Sequence[Config]) -> SearchAnswer:
         """The best by all stages and beside every baseline; where it does not win, the next."""

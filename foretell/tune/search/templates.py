@@ -33,6 +33,9 @@ class Template(Protocol):
     @property
     def space(self) -> ConfigSpace: ...
 
+    def hopeless(self, config: Config) -> str:
+        """Why a configuration is not worth trying; empty for most."""
+
     def text(self, config: Config) -> str: ...
 
 

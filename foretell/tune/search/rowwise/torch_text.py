@@ -55,6 +55,9 @@ class TorchRows:
         chunk = Axis("chunk_kib", (0, 16, 32, 64, 128, 256, 512, 1024, 4096), 256)
         return ConfigSpace((chunk, Axis("reuse", (False, True), True), Axis("dot", (False, True), False)))
 
+    def hopeless(self, config: Config) -> str:
+        return ""
+
     def text(self, config: Config) -> str:
         back = backward_of(self.program)
         body = Pieces(imports="", kernels="", forward=_forward(self.program, config), backward=_backward(self.program, back, config))

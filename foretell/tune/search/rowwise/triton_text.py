@@ -36,6 +36,8 @@ _CALLS = {"exp": "tl.exp", "log": "tl.log", "sqrt": "tl.sqrt", "rsqrt": "tl.rsqr
           "sin": "tl.sin", "cos": "tl.cos", "maximum": "tl.maximum", "minimum": "tl.minimum"}  # fmt: skip
 MOST_WIDTH = 1 << 16
 """Of a row that is held whole."""
+MOST_NUMBERS = 128
+"""Of each tensor in a thread, which has 255 registers."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,12 @@ class TritonRows:
         if not self.program.reduces:
             axes += [Axis("block", (128, 256, 512, 1024, 2048, 4096), 1024)]
         return ConfigSpace(tuple(axes))
+
+    def hopeless(self, config: Config) -> str:
+        """What needs more registers than there are is not even compiled, which would take a minute."""
+        block = config["block"] if "block" in config else 1 << max(0, self.program.width - 1).bit_length()
+        most = max(int(config.get(f"{part}rows", 1)) * int(block) // (32 * int(config[f"{part}warps"])) for part in ("", "back_"))
+        return f"{most} numbers in each thread" if most > MOST_NUMBERS else ""
 
     def text(self, config: Config) -> str:
         config = {"rows": 1, "back_rows": 1, "programs": 1, **config}
