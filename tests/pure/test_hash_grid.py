@@ -63,7 +63,7 @@ def test_the_op_is_a_torch_op() -> None:
     x, table, sides, entries = drawn()
     table.requires_grad_()
     w = [torch.randn(size, dtype=torch.float64, requires_grad=True) for size in ((8, 6), (8,), (4, 8), (4,))]
-    torch.library.opcheck(torch.ops.foretell.hash_mlp.default, (x, table, sides, entries, *w), test_utils=CHECKS)
+    torch.library.opcheck(torch.ops.foretell_kernels.hash_mlp.default, (x, table, sides, entries, *w), test_utils=CHECKS)
 
 
 def test_a_model_is_fused_and_reverted() -> None:

@@ -118,7 +118,7 @@ def test_exponential_gates_do_not_overflow(size: float) -> None:
 def test_the_op_is_a_torch_op(cell: str) -> None:
     """GRU, which has one result more for its backward."""
     x, weight, bias, state = given(cell, batch=2, time=3)
-    torch.library.opcheck(torch.ops.foretell.recurrent.default, (x, weight, bias, state, cell, True), test_utils=CHECKS)
+    torch.library.opcheck(torch.ops.foretell_kernels.recurrent.default, (x, weight, bias, state, cell, True), test_utils=CHECKS)
     compiled = torch.compile(lambda *some: recurrent(*some, cell=cell)[0], backend="aot_eager", fullgraph=True)
     want = torch.autograd.grad(recurrent(x, weight, bias, state, cell=cell)[0].sum(), (x, weight))
     have = torch.autograd.grad(compiled(x, weight, bias, state).sum(), (x, weight))
@@ -127,7 +127,7 @@ def test_the_op_is_a_torch_op(cell: str) -> None:
 
 def test_nothing_is_kept_without_gradients() -> None:
     x, weight, bias, state = (one.detach() for one in given("lstm"))
-    _, _, gates, states = torch.ops.foretell.recurrent(x, weight, bias, state, "lstm", False)
+    _, _, gates, states = torch.ops.foretell_kernels.recurrent(x, weight, bias, state, "lstm", False)
     assert gates.numel() == states.numel() == 0
 
 
