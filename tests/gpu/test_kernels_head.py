@@ -51,13 +51,13 @@ def test_peak_memory_is_the_formulas() -> None:
     given = linear_cross_entropy.draw({"rows": 8192, "width": 1024, "words": 50257}, torch.bfloat16, torch.device("cuda"))
     x, weight = (one.requires_grad_() for one in given[:2])
     for chunks in (1, 4, 8):
-        for again in range(2):  # what libraries take at first is not the call's
+        for _ in range(2):  # what libraries take at first is not the call's
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
             found = torch.autograd.grad(linear_cross_entropy.linear_cross_entropy(x, weight, given[2], chunks=chunks), (x, weight))
             peak = torch.cuda.max_memory_allocated() - before
             del found
-        assert again and peak == pytest.approx(head_bytes(HeadShape(rows=8192, width=1024, words=50257), chunks), rel=0.02)
+        assert peak == pytest.approx(head_bytes(HeadShape(rows=8192, width=1024, words=50257), chunks), rel=0.02)
 
 
 @pytest.mark.parametrize("folded", [False, True])
