@@ -54,7 +54,8 @@ def compiled(function: Callable[..., Any], device: torch.device, mode: str | Non
 def jobs_of(device: torch.device, more: Sequence[Mapping[str, Any]], tuned: bool = False) -> Iterator[Job]:
     small = device.type == "cpu"
     for shape in linear_cross_entropy.DECLARED:
-        yield head(device, {"rows": 256, "width": 32, "words": 300} if small else shape, [one for one in more if one["kernel"] == "linear_cross_entropy"], tuned)
+        sizes = {"rows": 256, "width": 32, "words": 300} if small else shape
+        yield head(device, sizes, [one for one in more if one["kernel"] == "linear_cross_entropy"], tuned)
     for shape in adamw.DECLARED:
         for folded in (False, True):
             yield update(device, {"elements": 5000} if small else shape, folded, [one for one in more if one["kernel"] == "adamw"])
@@ -251,7 +252,8 @@ def mixture(device: torch.device, shape: Mapping[str, int], more: Sequence[Mappi
         up = torch.ones_like(given[0])
         return lambda: torch.autograd.grad(function(*given), learned, up)
 
-    ways = [Way("loop", lambda: step(moe.reference)), Way("grouped", lambda: step(grouped)), Way("torch.compile", lambda: step(compiled(grouped, device)))]
+    ways = [Way("loop", lambda: step(moe.reference)), Way("grouped", lambda: step(grouped))]
+    ways.append(Way("torch.compile", lambda: step(compiled(grouped, device))))
     ways += [Way(TUNED, lambda: step(compiled(grouped, device, TUNED)))] if tuned else []
     for label, _, launch in asked(more, [("ours", {}, one) for one in MOE_LAUNCHES]):
         ways.append(Way(named(label, launch), lambda: step(moe.moe), True, launch))

@@ -73,7 +73,7 @@ _squares = define(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _UpdateGroup:
+class _AdamwGroup:
     """Tensors of one group of parameters that have gradients, and its settings."""
 
     tensors: tuple[list[Tensor], ...]
@@ -176,7 +176,7 @@ def _skip(found_inf: Tensor | None, norm: Tensor | None, skip_nonfinite: bool) -
     return bad if found_inf is None else torch.maximum(bad, found_inf.float().reshape(()))
 
 
-def _group(optimizer: torch.optim.Optimizer, group: dict[str, Any], copies: Mapping[Tensor, Tensor]) -> _UpdateGroup:
+def _group(optimizer: torch.optim.Optimizer, group: dict[str, Any], copies: Mapping[Tensor, Tensor]) -> _AdamwGroup:
     tensors: tuple[list[Tensor], ...] = ([], [], [], [], [])
     kept: list[Tensor] = []
     for param in group["params"]:
@@ -188,7 +188,7 @@ def _group(optimizer: torch.optim.Optimizer, group: dict[str, Any], copies: Mapp
         if copies:
             kept.append(_local(copies.get(param, param)))  # onto itself: nothing happens
     (beta1, beta2), decay = group["betas"], group["weight_decay"]
-    return _UpdateGroup(
+    return _AdamwGroup(
         tensors=tensors, copies=kept, settings=(float(group["lr"]), beta1, beta2, group["eps"], decay), maximize=bool(group["maximize"])
     )
 

@@ -107,8 +107,8 @@ def _rows_of(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 _logits_gradient_ = define(
     "logits_gradient_",
-    "(Tensor(a!) logits, int words, Tensor target, Tensor factor, Tensor? known, int ignore_index, float label_smoothing, float z_loss, float softcap, "
-    "bool gradient) -> (Tensor, Tensor)",
+    "(Tensor(a!) logits, int words, Tensor target, Tensor factor, Tensor? known, int ignore_index, float label_smoothing, float z_loss, "
+    "float softcap, bool gradient) -> (Tensor, Tensor)",
     plain=plain_gradient_, triton="cross_entropy.logits_gradient_", fake=lambda logits, *_: _rows_of(logits),
 )  # fmt: skip
 _scale_ = define(
@@ -137,7 +137,9 @@ def sum_dtype(weight: torch.dtype, chunks: int, sums: str = AUTO) -> torch.dtype
 class _Head:
     """One call: what is asked of it, and the memory it works in."""
 
-    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, how: LossSettings, chunks: int, sums: str, streams: int) -> None:
+    def __init__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, how: LossSettings, chunks: int, sums: str, streams: int
+    ) -> None:
         self.x, self.target, self.how, self.sums, self.streams = x, target, how, sums, streams
         self.weight_dtype, self.bias_dtype = weight.dtype, None if bias is None else bias.dtype
         self.weight, self.bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
@@ -284,7 +286,8 @@ def _fake_backward(
 
 
 _SETTINGS = (
-    "int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction, int chunks, str sum_in, bool of_x, bool of_weight, bool of_bias"
+    "int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction, int chunks, str sum_in, "
+    "bool of_x, bool of_weight, bool of_bias"
 )
 _INPUTS = "Tensor x, Tensor weight, Tensor? bias, Tensor target"
 
@@ -390,7 +393,7 @@ BUCKETS = (
 )
 KERNEL = TrainingKernel(
     name="linear_cross_entropy", says="output layer and cross entropy, with their gradients, in chunks of rows", reference=reference,
-    call=linear_cross_entropy, shape_of=shape_of, buckets=BUCKETS, dtypes=(torch.bfloat16, torch.float16, torch.float32), measured_at=DECLARED, draw=draw,
-    floor_bytes=lambda shape, size: size * (4 * shape["rows"] * shape["words"] + 2 * shape["rows"] * shape["width"] + 2 * shape["words"] * shape["width"]),
+    call=linear_cross_entropy, shape_of=shape_of, buckets=BUCKETS, dtypes=(torch.bfloat16, torch.float16, torch.float32), measured_at=DECLARED,
+    draw=draw, floor_bytes=lambda shape, size: size * (4 * shape["rows"] * shape["words"] + 2 * (shape["rows"] + shape["words"]) * shape["width"]),
     saved_bytes=lambda shape, size: size * (shape["rows"] + shape["words"]) * shape["width"],
 )  # fmt: skip

@@ -216,7 +216,9 @@ def squares(grads: Sequence[Tensor]) -> Tensor:
         table, aligned = _table([mine, mine], mine[0].device)
         blocks = _blocks([one.numel() for one in mine], config["norm_block"], mine[0].device)
         found = torch.empty(len(blocks), dtype=torch.float32, device=mine[0].device)
-        _summed[(len(blocks),)](table, blocks, found, G=_TYPES[mine[0].dtype], BLOCK=config["norm_block"], ALIGNED=aligned, num_warps=config["norm_warps"])
+        _summed[(len(blocks),)](
+            table, blocks, found, G=_TYPES[mine[0].dtype], BLOCK=config["norm_block"], ALIGNED=aligned, num_warps=config["norm_warps"]
+        )
         parts.append(found.sum())
     return torch.stack([part.to(grads[0].device) for part in parts]).sum() if parts else grads[0].new_zeros((), dtype=torch.float32)
 

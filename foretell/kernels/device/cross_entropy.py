@@ -117,8 +117,9 @@ def logits_gradient_(
     if rows:
         _row[(rows,)](
             logits, target, factor, losses if known is None else known, losses, sums, logits.stride(0), width, words,
-            factor.stride(0) if factor.dim() else 0, ignore_index, label_smoothing, z_loss, softcap or 1.0, BLOCK=min(config["block"], triton.next_power_of_2(width)), PADDED=width != words,
-            GRADIENT=gradient, KNOWN=known is not None, SMOOTH=label_smoothing != 0.0, Z=z_loss != 0.0, CAP=softcap != 0.0, num_warps=config["warps"],
+            factor.stride(0) if factor.dim() else 0, ignore_index, label_smoothing, z_loss, softcap or 1.0,
+            BLOCK=min(config["block"], triton.next_power_of_2(width)), PADDED=width != words, GRADIENT=gradient, KNOWN=known is not None,
+            SMOOTH=label_smoothing != 0.0, Z=z_loss != 0.0, CAP=softcap != 0.0, num_warps=config["warps"],
         )  # fmt: skip
     return losses, sums
 
