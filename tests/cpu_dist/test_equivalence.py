@@ -45,7 +45,7 @@ BLOCKS = {"hf": "model.layers"}
 FULL, SELECTIVE = Residency(mode="recompute"), Residency(mode="selective")
 BOTH = {"accumulate": 2, "clip": 0.1}
 HOST = {"blocks.*": "host"}
-OWN = {"rms_norm": "foretell"}
+OWN = dict.fromkeys(("rms_norm", "add_rms_norm", "swiglu", "rotary"), "foretell")
 
 
 @dataclass(frozen=True)
