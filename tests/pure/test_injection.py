@@ -287,12 +287,12 @@ def test_yaml_and_json_of_every_tool_are_those_of_a_plain_plan(evil: str) -> Non
 
 
 def titan(evil: str) -> Plan:
-    """torchtitan has models of its own; of a plan's texts it gets hardware, kernels and blocks."""
+    """torchtitan has models of its own; of a plan's texts it gets hardware and blocks; kernels of other names are refused."""
     evil = evil.replace(".", "_")  # a dot, a dash between numbers and * have a meaning in paths
     blocks = [f"{evil}.{number}" for number in range(4)]
     return Plan(
         model={"model": "llama3-8b", "blocks": blocks, "seq": 8192}, hardware=f"{evil}.json", mesh=Mesh(pp=2, dp_shard=8),
-        accumulate=4, pipeline=Pipeline(schedule="1f1b", cuts=(blocks[2],)), kernels={evil: evil},
+        accumulate=4, pipeline=Pipeline(schedule="1f1b", cuts=(blocks[2],)), kernels={"loss": "compiled"},
     )  # fmt: skip
 
 

@@ -85,7 +85,7 @@ def find_gate(module: nn.Module) -> KernelMatch | str | None:
 def _gate_match(module: nn.Module, graph: fx.Graph, name: str, active: fx.Node, up: fx.Node, product: fx.Node) -> KernelMatch | str:
     strange = [node for node in graph.nodes if node not in (active, product) and not _calls_or_halves(node)]
     if strange:
-        return f"a gate of {name}, and it does more: {strange[0].target}"
+        return f"a gate of {name} in a forward that does more: {getattr(strange[0].target, '__name__', strange[0].target)}"
     gate = active.args[0]
     makers = [node.target for node in (gate, up) if node.op == "call_module" and type(module.get_submodule(node.target)) is nn.Linear]
     own = makers if len(set(makers)) == 2 else []
