@@ -7,7 +7,7 @@
     python benchmarks/kernels_papers.py --told                  the rows of the file, one line each
 
 Programs that are compared take turns; a ratio is the median over pairs with the interval that resampling them gives. Each row has what was
-compared, seconds of each, the largest error against the reference, and on a GPU the bytes at the peak.
+compared, seconds of each (on a CPU, of processor time), the largest error against the reference, and on a GPU the bytes at the peak.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LEAST_PAIRS, MOST_PAIRS = 5, 60
 
 @dataclass
 class Clock:
-    """Seconds of one call, on whichever device."""
+    """Seconds of one call; on a CPU of its processor time, so that other programs' turns do not count."""
 
     device: str
 
@@ -47,9 +47,9 @@ class Clock:
 
     def seconds(self, call: Callable[[], Any]) -> float:
         if self.flush is None:
-            begin = time.perf_counter()
+            begin = time.process_time()
             call()
-            return time.perf_counter() - begin
+            return time.process_time() - begin
         self.flush.zero_()
         torch.cuda.synchronize()
         begin = time.perf_counter()
@@ -77,9 +77,7 @@ def compared(clock: Clock, case: Case, budget: float) -> dict[str, Any]:
     for name, call in case.others.items():
         clock.seconds(call)
         other = clock.seconds(call)
-        pairs = max(LEAST_PAIRS, min(MOST_PAIRS, int(budget / (first + other))))
-        if other > budget / 2:  # a slow program needs no many pairs to lose
-            pairs = 1
+        pairs = max(LEAST_PAIRS if other < budget else 3, min(MOST_PAIRS, int(budget / (first + other))))
         taken: tuple[list[float], list[float]] = ([], [])
         for ours in turns(pairs):
             taken[ours].append(clock.seconds(case.ours if ours else call))

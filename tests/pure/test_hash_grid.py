@@ -13,7 +13,6 @@ from foretell.errors import UserError
 from foretell.kernels.papers.hash_grid import amdahl, encode, fuse, hash_mlp, plain_encode
 from foretell.zoo.scenes.pvd import Field, HashField
 
-
 CHECKS = ("test_schema", "test_faketensor", "test_autograd_registration")
 
 
