@@ -29,7 +29,6 @@ def test_whatever_a_kernel_does_the_others_are_scored() -> None:
         gym = KernelGym(trials, workers=3)
         try:
             found = gym.measured([whole(), crash, wrong("values"), hang, through(), loop(), "class ModelNew:\n    pass\n"])
-            assert not gym.passes_through(whole()) and gym.passes_through(through())
         finally:
             gym.end()
     assert [one.result.check for one in found] == ["", "crash", "values", "hang", "passthrough", "", "raises"]

@@ -12,7 +12,7 @@ import pytest
 from foretell.errors import UserError
 from foretell.tune.search.kept import KeptRows, KeptWinner, kept_rows, winners_elsewhere
 from foretell.tune.search.space import Axis, ConfigSpace
-from foretell.tune.search.trial import REFUSED, TIMED, TrialResult
+from foretell.tune.search.trial import FAILED, REFUSED, TIMED, TrialResult
 
 SPACE = ConfigSpace((Axis("rows", (1, 2, 4)), Axis("reuse", (False, True))))
 ASKED = {"device": "H200", "torch": "2.11", "op": "norm", "template": "t1", "shapes": "float32 16x40"}
@@ -60,6 +60,14 @@ def test_a_row_that_was_cut_off_is_forgotten(tmp_path: Path) -> None:
         kept.add({"rows": 2, "reuse": True}, TrialResult(status=TIMED, seconds=1e-3, speedup=1.2))
     with kept_rows(tmp_path, ASKED, SPACE) as kept:
         assert len(kept.rows) == 3
+
+
+def test_what_failed_is_tried_again_and_what_was_refused_is_not(tmp_path: Path) -> None:
+    with kept_rows(tmp_path, ASKED, SPACE) as kept:
+        kept.add(ONE, TrialResult(status=FAILED, reason="hang: no answer"))
+        kept.add(OTHER, TrialResult(status=REFUSED, stage="smoke", check="values", reason="wrong"))
+    with kept_rows(tmp_path, ASKED, SPACE) as kept:
+        assert [config for config, _ in kept.rows.values()] == [OTHER]
 
 
 def test_one_search_at_a_time(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from typing import Any
 from foretell.tune.clock.measure import floor
 from foretell.tune.generate.transcript import MeasuredKernel
 from foretell.tune.search.trial import FAILED, REFUSED, TIMED, TrialResult, Trials, written
-from foretell.tune.verify import checks
 from foretell.tune.verify.harness import seed_of
 from foretell.tune.verify.process import Lost, Raised
 from foretell.tune.verify.sides import ModuleSide
@@ -92,11 +91,6 @@ class KernelGym:
             counters["floor_microseconds"] = round(least * 1e6, 1)
         kernels = [{name: one[name] for name in ("kernel", "registers", "spilled_bytes", "shared_bytes") if name in one} for one in compiled]
         return {**counters, "kernels": kernels} if kernels else counters
-
-    def passes_through(self, text: str) -> bool:
-        """Whether it runs the reference's own ops."""
-        with ModuleSide(written(text), self.trials.setting, watched=False) as side:
-            return checks.passes_through(side.ops(self.trials.question), self.trials.ops) is not None
 
     def end(self) -> None:
         self._workers.shutdown(cancel_futures=True)

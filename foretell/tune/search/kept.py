@@ -105,8 +105,9 @@ class KeptRows:
         elif "winner" in row:
             self.winner = _winner(row, self.space)
         else:
-            config = self.space.read(row["config"])
-            self.rows[key_of(config)] = (config, _result(row["result"]))
+            config, found = self.space.read(row["config"]), _result(row["result"])
+            if found.status != FAILED:  # of a machine that was busy, perhaps: it is tried again
+                self.rows[key_of(config)] = (config, found)
 
 
 def kept_rows(folder: Path, question: Mapping[str, Any], space: ConfigSpace) -> KeptRows:

@@ -19,7 +19,7 @@ from foretell.tune.search.evolve import Evolution
 from foretell.tune.search.kept import KeptRows, KeptWinner, kept_rows, winners_elsewhere
 from foretell.tune.search.space import Config, shown
 from foretell.tune.search.templates import Template, bucket_of, digest_of, templates_of
-from foretell.tune.search.trial import PRUNED, TIMED, TrialResult, Trials, written
+from foretell.tune.search.trial import PRUNED, TrialResult, Trials, written
 from foretell.tune.verify.types import Verdict
 
 RESERVE = 0.4
@@ -262,7 +262,3 @@ class _Generations:
             rows=tuple(rows), resumed=self.resumed, config=config, text=text, verdict=verdict, speed=speed, kept=kept,
             seconds=time.monotonic() - self.begun, interrupted=self.interrupted, notes=tuple(self.notes),
         )  # fmt: skip
-
-
-def timed_rows(answer: SearchAnswer) -> list[tuple[Config, TrialResult]]:
-    return [row for row in answer.rows if row[1].status == TIMED]

@@ -129,7 +129,7 @@ def _input(known: _Lowering, place: int, one: Mapping[str, Any]) -> RowInput:
     kind = _kind(shape, known.full)
     known.values[one["t"]] = known.build.input(place, kind, truth)
     known.shapes[one["t"]] = shape
-    return RowInput(kind, one.get("argument", -1), one.get("state", ""), bool(one.get("learned")), truth)
+    return RowInput(kind, one.get("argument", -1), one.get("state", ""), truth)
 
 
 def _kind(shape: Shape, full: Shape) -> str:

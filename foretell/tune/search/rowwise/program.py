@@ -42,7 +42,6 @@ class RowInput:
     kind: str
     argument: int = -1
     state: str = ""
-    learned: bool = False
     truth: bool = False
 
 

@@ -53,7 +53,7 @@ def graph_of(module: nn.Module, arguments: Sequence[Any]) -> dict[str, Any]:
         else:
             plain += 1
     for name, tensor in module.state_dict(keep_vars=True).items():
-        inputs.append({**_said(recorder, tensor), "state": name, "learned": bool(tensor.requires_grad)})
+        inputs.append({**_said(recorder, tensor), "state": name})
     with torch.no_grad(), recorder:
         outputs = outputs_of(module(*arguments))
     tensors = [one for one in outputs if isinstance(one, Tensor)]
