@@ -33,6 +33,8 @@ SYSTEMS = {
 CLASSES = {"llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
            "qwen3_moe": "Qwen3MoeForCausalLM"}  # fmt: skip
 BATCHES = (16, 32, 64, 128, 256, 512, 1024, 2048)
+ANSWER = "answer "
+"""Before each answer: the package prints other lines."""
 FORMATS = {"bf16": "bfloat16", "fp8": "fp8", "fp4": "nvfp4"}
 
 
@@ -73,14 +75,14 @@ def questions(path: Path, folder: Path, few: int) -> list[dict[str, Any]]:
 
 
 def answered() -> None:
-    """In AIConfigurator's environment: questions as JSON from standard input, answers to standard output."""
+    """In AIConfigurator's environment: questions as JSON from standard input, answers to standard output, a line each."""
     import logging
 
     logging.disable(logging.ERROR)
     from aiconfigurator.cli.api import cli_estimate  # type: ignore[import-not-found,unused-ignore]
 
-    found = {}
     for one in json.load(sys.stdin):
+        found: float | str = "no answer"
         ranks: dict[str, int] = {"attention_dp_size": one["tp"], "moe_ep_size": one["tp"]} if one["apart"] else {"tp_size": one["tp"]}
         if one["experts"] and not one["apart"]:
             ranks["moe_tp_size"] = one["tp"]
@@ -93,15 +95,31 @@ def answered() -> None:
                     batch_size=batch, **ranks, **formats,
                 )  # fmt: skip
             except Exception as error:  # whatever it cannot answer
-                found.setdefault(one["id"], f"{type(error).__name__}: {error}"[:200])
+                found = f"{type(error).__name__}: {error}"[:200]
                 continue
             if one["kind"] == "static":
                 best = batch * one["output"] / (got.ttft + got.tpot * (one["output"] - 1)) * 1e3
             else:
                 best = max(best, 0.0 if got.kv_cache_warning else got.tokens_per_second_per_gpu * one["devices"])
-        if best:
-            found[one["id"]] = best
-    json.dump(found, sys.stdout)
+        print(ANSWER + json.dumps([one["id"], best or found]), flush=True)
+
+
+def asked_of(python: str, new: list[dict[str, Any]]) -> dict[str, Any]:
+    """Answers, one after the other; Ctrl-C keeps those that came."""
+    found = {}
+    with subprocess.Popen([python, __file__, "--answer"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdin is not None and child.stdout is not None
+        child.stdin.write(json.dumps(new))
+        child.stdin.close()
+        try:
+            for line in child.stdout:
+                if line.startswith(ANSWER):
+                    name, answer = json.loads(line.removeprefix(ANSWER))
+                    found[name] = answer
+                    print(f"{len(found)} of {len(new)}", file=sys.stderr, flush=True)
+        except KeyboardInterrupt:
+            child.kill()
+    return found
 
 
 def main() -> None:
@@ -122,8 +140,8 @@ def main() -> None:
         some = questions(asked.csv, Path(folder), asked.few)
         new = [one for one in some if one["id"] not in theirs]
         if new:
-            done = subprocess.run([asked.python, __file__, "--answer"], input=json.dumps(new), capture_output=True, text=True, check=True)
-            theirs |= json.loads(done.stdout[done.stdout.rindex("{") :])
+            theirs |= asked_of(asked.python, new)
+            some = [one for one in some if one["id"] in theirs]
     ours = {one["id"]: one["predicted"] for one in json.loads(asked.ours.read_text())["rows"] if one["quantity"] == "output_tok_s"}
     rows = [{**{name: one[name] for name in ("id", "source", "kind", "backend", "published")}, "aiconfigurator": theirs.get(one["id"], "no answer"),
              "ours": ours.get(one["id"])} for one in some]  # fmt: skip

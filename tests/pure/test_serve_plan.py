@@ -252,7 +252,8 @@ def test_fit_serve_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "gpt2", "--serve", "--on", "H100", "--load", "rate=1, in=-9, out=9"], "no length"),
         (["plan", "gpt2", "--serve", "--on", "A100", "--load", "rate=1, in=9, out=9", "--may", "fp8"], "no kernel"),
         (["plan", "gptx", "--serve", "--on", "H100", "--load", "rate=1, in=9, out=9"], "gptx"),
-        (["serve", "gpt2", "--weights", "int4"], "add --on HW"),
+        (["serve", "gpt2", "--weights", "int3"], "weights in int3 are not known"),
+        (["serve", "gpt2", "--replicas", "2"], "--on 8xH100"),
         (["serve", "nowhere.json"], "no plan file"),
     ],
 )  # fmt: skip

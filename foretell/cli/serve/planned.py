@@ -28,9 +28,13 @@ def from_plan(context: typer.Context, serve: Callable[..., int], path: str) -> i
     if forecasts:
         said |= {"replicas": layout.replicas, "weight_format": layout.weights, "kv": layout.kv}
         said |= {"load": layout.load or None, "slo": layout.slo or None}
-    elif layout.not_run_yet or layout.replicas > 1:
-        lacking = ", ".join((*layout.not_run_yet, *(["several replicas"] if layout.replicas > 1 else [])))
-        raise UserError(f"{path} has {lacking}, which foretell serve does not run yet", f"foretell serve {path} --on {plan.hardware} forecasts it")
+    else:
+        on_cpu = given["device"] == "cpu"
+        said |= {"weight_format": layout.weights, "kv": layout.kv}
+        lacking = ", ".join((*(() if on_cpu else layout.not_run_yet), *(["several replicas"] if layout.replicas > 1 else [])))
+        if lacking:
+            remedy = f"foretell serve {path} --on {plan.hardware} forecasts it" + ("" if layout.replicas > 1 else "; --device cpu runs formats")
+            raise UserError(f"{path} has {lacking}, which foretell serve does not run yet", remedy)
     for name, value in said.items():
         source = context.get_parameter_source(name)
         if name == "model" or source is None or source.name != "COMMANDLINE":

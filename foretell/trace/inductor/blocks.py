@@ -43,8 +43,9 @@ def in_blocks(ops: Sequence[Op], blocks: Sequence[str], block_of: BlockOf, stora
         if not block:
             continue
         ahead, back = found.get((block, False), []), found.get((block, True), [])
+        backward: list[Op] = []
         if ahead and not back:
-            forward, backward = _forward(ops, ahead, storages, readers, block, alike), []
+            forward = _forward(ops, ahead, storages, readers, block, alike)
         else:
             forward, backward = _block(ops, ahead, back, storages, readers)
         if ahead:
