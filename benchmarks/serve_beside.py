@@ -3,6 +3,8 @@
     python benchmarks/serve_published.py --csv FILE.csv --json OURS.json
     python benchmarks/serve_beside.py --csv FILE.csv --ours OURS.json --python AIC/bin/python [--few N] [--json OUT.json]
 
+Answers of AIConfigurator that OUT.json has already are not asked for again.
+
 AIC: an environment of its own with the package `aiconfigurator` (0.12 was tried: its tables come with it). Rows: whole batches at once, by its
 static mode, and runs at full load, by its mode of batches in flight, at the size of batch at which it says most. Its newest tables of a
 device are taken, as it does by default; published engines are older. Models are given to it by the same public sizes as to us.
@@ -114,10 +116,14 @@ def main() -> None:
     if asked.answer:
         answered()
         return
+    kept = json.loads(asked.json.read_text()) if asked.json is not None and asked.json.exists() else []
+    theirs: dict[str, Any] = {one["id"]: one["aiconfigurator"] for one in kept}
     with tempfile.TemporaryDirectory() as folder:
         some = questions(asked.csv, Path(folder), asked.few)
-        done = subprocess.run([asked.python, __file__, "--answer"], input=json.dumps(some), capture_output=True, text=True, check=True)
-    theirs = json.loads(done.stdout[done.stdout.rindex("{") :])
+        new = [one for one in some if one["id"] not in theirs]
+        if new:
+            done = subprocess.run([asked.python, __file__, "--answer"], input=json.dumps(new), capture_output=True, text=True, check=True)
+            theirs |= json.loads(done.stdout[done.stdout.rindex("{") :])
     ours = {one["id"]: one["predicted"] for one in json.loads(asked.ours.read_text())["rows"] if one["quantity"] == "output_tok_s"}
     rows = [{**{name: one[name] for name in ("id", "source", "kind", "backend", "published")}, "aiconfigurator": theirs.get(one["id"], "no answer"),
              "ours": ours.get(one["id"])} for one in some]  # fmt: skip

@@ -55,13 +55,16 @@ BANDS = HERE / "data" / "serving_bands.json"
 SEALED_SHARE = 0.2
 SMALL = 100
 """Rows below which a source may be sealed whole."""
-TRIES = 3
-MOST = {"host_seconds": 30e-3, "host_sequence_seconds": 1e-3}
-"""Seconds that are tried."""
-FACTORS = {"slower": (-1, 0.3, 3.0), "peak_share": (1, 0.005, 1.0)}
-"""Which way a factor goes where predictions are too slow, and what is tried."""
-FITTED_ROWS = 20
+TRIES = 4
+"""Rounds of a fit, each of which looks at the values beside the best so far."""
+STEPS = {"host_seconds": 2.0, "host_sequence_seconds": 2.0, "slower": 1.2, "peak_share": 1.3}
+"""Factor between them at first; where neither is better its root."""
+BETTER = 0.01
+"""Part of an error that another value must save: where rows say nothing a constant stays as it is."""
+FITTED_ROWS = 60
 """Of a source and an entry, that a constant is fitted to: drawn by hash."""
+LEAST_ROWS = 8
+"""Below which a constant stays as it is."""
 LEFT_OUT_ROWS = 120
 """Of a source, that are predicted without it."""
 ROUNDS = 6
@@ -173,9 +176,11 @@ def _quantities(served: Served, row: ServingRow) -> dict[str, float]:
     def of(values: Sequence[float], stat: str) -> float:
         return statistics.median(values) if "p50" in stat or "median" in stat else statistics.fmean(values)
 
+    begun = served.seconds / (served.seconds + row.accepted)
     found = {
-        "ttft": of([one.ttft for one in served.answers], row.stat["ttft"]), "output_tok_s": served.output_rate * row.replicas,
-        "total_tok_s": served.total_rate * row.replicas, "latency": served.seconds * max(1.0, row.requests / len(served.answers)),
+        "ttft": row.accepted + of([one.ttft for one in served.answers], row.stat["ttft"]), "output_tok_s": served.output_rate * row.replicas * begun,
+        "total_tok_s": served.total_rate * row.replicas * begun,
+        "latency": row.accepted + served.seconds * max(1.0, row.requests / len(served.answers)),
     }  # fmt: skip
     longer = [one.tpot for one in served.answers if one.output > 1]
     if longer:
@@ -191,39 +196,41 @@ def entry_of(profile: EngineProfile) -> Entry:
 
 
 def fit(rows: Sequence[ServingRow], predictions: Predictions) -> float | None:
-    """The value of an entry's constant at which predictions are as often too quick as too slow, each source counting alike."""
+    """The value of an entry's constant at which rows are least off in the median, each source counting alike. Of a rate of arrivals there is nothing
+    to learn: throughput is that rate, and times near capacity follow from its last per cent."""
     profile = rows[0].engine
-    some = [row for group in _by(rows, lambda row: row.source).values() for row in _few(group)]
-
-    def slow(value: float) -> float | None:
-        """How much too slow, as a logarithm."""
-        logs: dict[str, list[float]] = defaultdict(list)
-        for row, found in zip(some, predictions.of([(row, row.engine.with_fitted(value)) for row in some]), strict=True):
-            if not isinstance(found, str):
-                logs[row.source] += [
-                    (1 if name in ("ttft", "tpot", "latency") else -1) * math.log(found[name] / row.published[name])
-                    for name in independent(row) if name in found and name != "ttft"
-                ]  # fmt: skip
-        medians = [statistics.median(one) for one in logs.values() if one]
-        return statistics.fmean(medians) if medians else None
-
-    value = getattr(profile, profile.fitted)
-    missed = slow(value)
-    if missed is None:
+    some = [row for group in _by(rows, lambda row: row.source).values() for row in _few([one for one in group if not _arriving(one)])]
+    if len(some) < LEAST_ROWS:
         return None
-    if profile.fitted in FACTORS:
-        sign, least, most = FACTORS[profile.fitted]
-        for _ in range(TRIES):
-            value = min(most, max(least, value * math.exp(sign * missed)))
-            missed = slow(value) or 0.0
-        return round(value, 4)
-    most = MOST[profile.fitted]
-    low, high = 0.0, most
-    for _ in range(TRIES + 2):
-        low, high = (low, value) if missed > 0 else (value, high)
-        value = (low + high) / 2 if high < most else min(most, 2 * value + most / 30)
-        missed = slow(value) or 0.0
-    return round(value, 7)
+    known: dict[float, float | None] = {}
+
+    def off(value: float) -> float | None:
+        if value not in known:
+            logs: dict[str, list[float]] = defaultdict(list)
+            for row, found in zip(some, predictions.of([(row, row.engine.with_fitted(value)) for row in some]), strict=True):
+                if not isinstance(found, str):
+                    logs[row.source] += [
+                        abs(math.log(found[name] / row.published[name])) for name in independent(row) if name in found and name != "ttft"
+                    ]  # fmt: skip
+            medians = [statistics.median(one) for one in logs.values() if one]
+            known[value] = statistics.fmean(medians) if medians else None
+        return known[value]
+
+    value, step = getattr(profile, profile.fitted), STEPS[profile.fitted]
+    if off(value) is None:
+        return None
+    for _ in range(TRIES):
+        beside = [value / step, min(1.0, value * step) if profile.fitted == "peak_share" else value * step]
+        best = min(beside, key=lambda one: off(one) or 0.0)
+        if (off(best) or 0.0) < (1 - BETTER) * (off(value) or 0.0):
+            value = best
+        else:
+            step = math.sqrt(step)
+    return float(f"{value:.3g}")
+
+
+def _arriving(row: ServingRow) -> bool:
+    return any(one.at for one in row.load.recorded)
 
 
 def _few(rows: Sequence[ServingRow], most: int = FITTED_ROWS) -> list[ServingRow]:
@@ -374,6 +381,15 @@ def bands_of(found: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float
     return known | {f"any/{name}": between(some) for name, some in sorted(_by(found, lambda one: one["quantity"]).items())}
 
 
+Bands = Mapping[str, tuple[float, float]]
+
+
+def wider(one: Bands, other: Bands) -> dict[str, tuple[float, float]]:
+    """What holds both."""
+    both = {name: [some[name] for some in (one, other) if name in some] for name in (*other, *one)}
+    return {name: (min(low for low, _ in some), max(high for _, high in some)) for name, some in both.items()}
+
+
 # ---------------------------------------------------------------- from a shell
 
 
@@ -418,7 +434,9 @@ def main() -> None:
         alone = _left_out(open_rows, predictions, constants, told)
         result["each_source_left_out"] = scored(alone)
         if asked.bands:
-            kept = {"what": "published over predicted: nine of ten figures, each source left out, each counting alike", "bands": bands_of(alone)}
+            known = [one for one in found if one["id"] not in closed]
+            kept = {"what": "published over predicted: nine of ten figures, both with and without what a source itself informs, each source "
+                            "counting alike", "bands": wider(bands_of(alone), bands_of(known))}  # fmt: skip
             BANDS.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     show(result, asked.rows)
     if asked.json:
@@ -440,7 +458,7 @@ def _left_out(
 def usual(profile: EngineProfile, constants: Mapping[Entry, float]) -> float:
     """A constant that no run informs: the median of the same factor where it is fitted, or of the same seconds of all other entries."""
     kind, others = profile.fitted, [one for one in engines() if entry_of(one) != entry_of(profile)]
-    kin = [one for one in others if (one.fitted == kind if kind in FACTORS else one.name != "gpt-fast")]
+    kin = [one for one in others if (one.name != "gpt-fast" if kind.startswith("host") else one.fitted == kind)]
     alike = [constants.get(entry_of(one), getattr(one, kind)) if one.fitted == kind else getattr(one, kind) for one in kin]
     return statistics.median(alike) if alike else 1.0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,10 @@ from foretell.hardware import Cluster, parse
 from foretell.notebook import Displayable
 from foretell.options import PlanOptions
 from foretell.options.adapters import adapters_of
+from foretell.options.kernels import kernels_of
 from foretell.options.sync import sync_of
 from foretell.plan import file
+from foretell.plan.precision import computes_in, default
 from foretell.plan.types import Plan
 from foretell.trace.load.model import Source
 from foretell.trace.load.model import check as check_source
@@ -162,7 +164,7 @@ def constraints(options: PlanOptions) -> SearchConstraints:
         micro_batch=options.micro_batch, margin=options.margin, tokens=options.tokens, deadline_seconds=options.deadline, budget=options.budget,
         hbm=options.hbm, host=options.host, disk=options.disk or 0, state_format=options.state_format, fixed=options.fixed,
         described=options.described, adapters=trained["adapters"], base=dict(trained["base"]), may_adapt="adapters" in (options.may or ()),
-        loss_chunks=options.loss_chunks,
+        loss_chunks=options.loss_chunks, kernels=options.kernels or (),
         may_code="int8" in (options.may or ()), sync=sync_of(vars(options)), may_part="sync" in (options.may or ()),
     )  # fmt: skip
 
@@ -175,6 +177,7 @@ def _chosen(source: Source, wishes: SearchConstraints, options: PlanOptions, wor
     own = options.hardware
     on = own if isinstance(own, str) else own.device.name
     cluster, hardware = capped(parse(own) if isinstance(own, str) else own, on, wishes.hbm)
+    wishes = replace(wishes, kernels=kernels_of(wishes.kernels, cluster, computes_in(wishes.precision or default(cluster))))
     exact = True if on == "auto" and options.exact is None else options.exact  # the device is here: what will run is replayed op by op first
     how: dict[str, Any] = {
         "exact": exact, "what_if": options.what_if, "patience": options.patience or float("inf"), "by_law": options.step_law,

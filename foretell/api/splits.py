@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from foretell.cores import physical_cores
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.runtime.infer.pipeline import SplitPipeline
@@ -56,7 +57,8 @@ def run_split(source: Source, on: str, found: InferPlan, precision: str, over: s
     devices = tuple("cpu" if cluster.part_of(part.device).device.backend == "cpu" else f"cuda:{part.device}" for part in way.parts)
     if not cuts:
         raise UserError("the split with most requests a second is of one device: there is nothing to run apart", "--on 1x2xCPU, or other devices")
-    with SplitPipeline(source, cuts=cuts, over=over, dtype=COMPUTES[precision], devices=devices) as split:
+    threads = max(1, physical_cores() // max(1, devices.count("cpu")))
+    with SplitPipeline(source, cuts=cuts, over=over, dtype=COMPUTES[precision], devices=devices, threads=threads) as split:
         answer = split(split.request)
         with torch.no_grad():
             whole = tensors_of(call_model(split.whole, split.batch(split.request)))

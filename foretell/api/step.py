@@ -24,6 +24,7 @@ from foretell.hardware.prices import user_figures
 from foretell.options import FitOptions
 from foretell.options.adapters import adapters_of
 from foretell.options.describe import named
+from foretell.options.kernels import kernels_of, kernels_told
 from foretell.options.sync import sync_of
 from foretell.options.words import MAX
 from foretell.plan.facts import too_old_to_compile
@@ -35,7 +36,7 @@ from foretell.trace.cuda.versions import choices_of, doubt, of
 from foretell.trace.flow.unaligned import unaligned
 from foretell.trace.load.model import Source, describe, in_samples
 from foretell.trace.load.model import check as check_source
-from foretell.trace.recipe import Recipe
+from foretell.trace.recipe import COMPUTES, Recipe
 from foretell.trace.record.collection import no_collection
 from foretell.trace.sandbox.child import request
 from foretell.trace.sandbox.process import TIME_LIMIT
@@ -148,6 +149,7 @@ def _recipe(asked: Mapping[str, Any], cluster: Cluster) -> Recipe:
     usual = for_inference(cluster) if infer else default_recipe(cluster, sharded)
     recipe = Recipe(
         **plain, **adapters_of(asked), precision=read_precision(asked["precision"], sharded) if asked["precision"] else usual,
+        kernels=kernels_of(asked["kernels"], cluster, COMPUTES[read_precision(asked["precision"], sharded) if asked["precision"] else usual]),
         freeze=tuple(asked["freeze"]), mode="infer" if infer else "train",
         compile=compile if isinstance(compile, str) else "model" if compile else "none",
         shards=1 if infer else cluster.count // replicas, replicas=replicas, sync=sync,
@@ -427,6 +429,7 @@ def _predict(
         rounds=cost.rounds.to_json() if cost.rounds is not None else {},
         assumptions=(
             *_assumptions(recipe, cluster, expandable_segments, of(trace.meta), bool(own)), *cluster.notes, *notes, *found.notes, *said(local),
+            *kernels_told(local.meta, cluster, COMPUTES[recipe.precision]),
         ),
         versions=store.versions(),
     )  # fmt: skip

@@ -61,7 +61,7 @@ def verify_kernel(
     from foretell.tune.verify.types import HarnessOptions
 
     candidate, known = source.candidate(file), source.reference(reference or file)
-    setting = _setting(device, time_limit)
+    setting = kernel_setting(device, time_limit)
     asked = HarnessOptions(seed=seed, gradients=gradients, scan=scan)
     asked = replace(asked, seed=seed_of(asked))
     verdict = verify(candidate, known, setting, asked, doing=progress)
@@ -72,7 +72,7 @@ def verify_kernel(
 
     others = tuple(source.candidate(path) for path in baselines)
     question, size = own_question(known, setting, asked)
-    timing = TimingOptions(bandwidth=_bandwidth() if setting.on_gpu else 0.0)
+    timing = TimingOptions(bandwidth=memory_bandwidth() if setting.on_gpu else 0.0)
     found = speed(candidate, baselines_of(known, others), {"the task's own inputs": (question, size)}, setting, timing, doing=progress)
     return KernelAnswer(verdict=verdict, speed=found)
 
@@ -82,7 +82,7 @@ def try_corpus(*, device: str = "auto", seed: int | None = None) -> Iterator[dic
     from foretell.tune.clock.corpus import refused_by_the_clock
     from foretell.tune.verify import corpus
 
-    setting = _setting(device, 60.0)
+    setting = kernel_setting(device, 60.0)
     some = corpus.entries()
     for entry in some:
         if missing := entry.missing(setting):
@@ -97,7 +97,7 @@ def try_corpus(*, device: str = "auto", seed: int | None = None) -> Iterator[dic
         }  # fmt: skip
 
 
-def _setting(device: str, time_limit: float) -> Any:
+def kernel_setting(device: str, time_limit: float) -> Any:
     import torch
 
     from foretell.tune.verify.process import KernelLimits, KernelSetting
@@ -110,7 +110,7 @@ def _setting(device: str, time_limit: float) -> Any:
     return KernelSetting(device=where, limits=KernelLimits(seconds=time_limit, start_seconds=max(120.0, time_limit)))
 
 
-def _bandwidth() -> float:
+def memory_bandwidth() -> float:
     """Of the GPU that is here, from the catalogue; 0 where it is not known."""
     import torch
 

@@ -40,7 +40,7 @@ COMMANDS = {
     "plan": Command(where="plan.plan:plan", says="The best plan to train MODEL on HW; show, export, eject, advise."),
     "run": Command(where="run.run:run", says="Train as a plan says, and measure it; demo, box, supervise, chaos, ckpt."),
     "serve": Command(where="serve.serve:serve", says="MODEL behind OpenAI's HTTP interface: pages, continuous batching, any client; bench."),
-    "tune": Command(where="tune.tune:tune", says="Ops of a step by what better kernels could gain; verify a kernel; serve."),
+    "tune": Command(where="tune.tune:tune", says="Ops of a step by what better kernels could gain; search, verify a kernel; serve."),
     "watch": Command(where="run.watch:watch", says="Run your script as it is: predicted beside measured, why memory ran out."),
     "verify": Command(where="run.verify:verify", says="Does a plan compute what one process computes? Exit 0 yes, 1 no."),
     "compare": Command(where="compare:compare", reads=True, says="Predicted beside measured of a run, or two runs side by side; prove, diff."),
@@ -62,6 +62,7 @@ COMMANDS = {
     "compare diff": Command(where="diff.diff:diff", hidden=True, more={"cls": "DiffCommand", "context_settings": "SETTINGS"}),
     "zoo fuzz": Command(where="zoo.fuzz:fuzz", hidden=True),
     "serve bench": Command(where="serve.bench:bench", reads=True, hidden=True),
+    "tune search": Command(where="tune.search:search", hidden=True),
     "tune verify": Command(where="tune.verify:verify", hidden=True),
     "tune serve": Command(where="tune.serve:serve", hidden=True),
 }

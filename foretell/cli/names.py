@@ -21,7 +21,7 @@ UNDER = {
 """Old spelling → what it is called now; old ones work for one more version."""
 SHORT = {"diff": "compare diff", "supervise": "run supervise", "chaos": "run chaos", "bench": "serve bench"}
 """Short spelling → the command; both stay."""
-LONG = ("tune verify", "tune serve")
+LONG = ("tune search", "tune verify", "tune serve")
 """Without a short spelling."""
 
 

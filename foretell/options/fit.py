@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from foretell.options import words
 from foretell.options.adapters import of_adapters
 from foretell.options.describe import option
+from foretell.options.kernels import of_kernels
 from foretell.options.sync import of_sync
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class StepOptions:
     accumulate: int = option(1, "Micro-batches per optimizer step.", metavar="N")
     loss_chunks: int = option(1, "Compute the output layer and cross entropy over N chunks of the tokens, so that logits of one exist at a time.",
                               metavar="N")  # fmt: skip
+    kernels: tuple[str, ...] | None = of_kernels()
     clip: float | None = option(None, "Clip the gradient norm to X; default: no clipping.", metavar="X")
     lora: int | None = of_adapters("lora")
     nf4: bool = of_adapters("nf4")

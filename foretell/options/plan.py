@@ -10,6 +10,7 @@ from foretell.options import words
 from foretell.options.adapters import of_adapters
 from foretell.options.describe import option
 from foretell.options.fit import TIME_LIMIT, quiet
+from foretell.options.kernels import of_kernels
 from foretell.options.sync import of_sync
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class PlanOptions:
     clip: float = option(1.0, "Clip the gradient norm to X; 0: no clipping.", metavar="X")
     loss_chunks: int | None = option(None, "Fix the number of chunks of the loss, see fit; default: 1, more where memory is short of logits.",
                                      metavar="N")  # fmt: skip
+    kernels: tuple[str, ...] | None = of_kernels()
     lora: int | None = of_adapters("lora")
     nf4: bool = of_adapters("nf4")
     adapter: str = of_adapters("adapter")

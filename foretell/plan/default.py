@@ -8,7 +8,7 @@ from typing import Any
 from foretell.plan import blocks as stack
 from foretell.plan.precision import in_plan, in_recipe
 from foretell.plan.recipe import RECOMPUTES
-from foretell.plan.types import Mesh, Plan, Residency
+from foretell.plan.types import OWN_KERNEL, Mesh, Plan, Residency
 from foretell.trace.recipe import Recipe
 
 
@@ -24,6 +24,7 @@ def default_plan(
         "precision": in_plan(recipe.precision) or recipe.precision, "optimizer": recipe.optimizer, "clip": recipe.clip,
         "blocks": stack.compress(dict.fromkeys(blocks, Residency(mode=mode))), "compile": recipe.compile,
         "adapters": recipe.adapters, "base": dict(recipe.base), "loss_chunks": recipe.loss_chunks, "state_format": recipe.state_format,
+        "kernels": dict.fromkeys(recipe.kernels, OWN_KERNEL),
     }  # fmt: skip
     return Plan(model=model, hardware=hardware, **{**given, **more})
 

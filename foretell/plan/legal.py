@@ -392,7 +392,7 @@ def _shares(plan: Plan, facts: Facts) -> Iterator[Complaint]:
     for field, problem, remedy in (
         *legal_axes.context(plan, facts.seq), *legal_axes.experts(plan), *legal_axes.float8(plan, facts.dtypes),
         *legal_axes.states(plan, facts.blocks), *legal_axes.activations(plan), *legal_axes.adapters(plan),
-        *legal_axes.loss_chunks(plan), *legal_axes.sync(plan),
+        *legal_axes.loss_chunks(plan), *legal_axes.kernels(plan), *legal_axes.sync(plan),
     ):  # fmt: skip
         yield Complaint(field=field, problem=problem, remedy=remedy)
 

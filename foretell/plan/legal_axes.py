@@ -6,10 +6,11 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Sequence
 
+from foretell.kernels.names import KERNELS
 from foretell.plan import blocks as stack
 from foretell.plan import paths
 from foretell.plan.states import streamed, tiers
-from foretell.plan.types import AWAY, CODED_FORMATS, FLOAT8, FP16, MASTER, REST, SYNC_FORMATS, Plan, Split
+from foretell.plan.types import AWAY, CODED_FORMATS, FLOAT8, FP16, MASTER, OWN_KERNEL, REST, SYNC_FORMATS, Plan, Split
 from foretell.trace.recipe import BASE_FORMATS, coded_problems
 
 Found = Iterator[tuple[str, str, str]]
@@ -125,6 +126,21 @@ def loss_chunks(plan: Plan) -> Found:
         yield "loss_chunks", problem, "1, or compile blocks"
     if plan.kernels.get("loss") is not None:
         yield "loss_chunks", f"is {plan.loss_chunks} and kernels.loss is {plan.kernels['loss']}", "1, or no kernel for the loss"
+
+
+def kernels(plan: Plan) -> Found:
+    """Kernels that the runtime knows, on layers that a rank has whole."""
+    for op, kernel in plan.kernels.items():
+        if op == "loss" and kernel == "compiled":
+            continue
+        if kernel != OWN_KERNEL:
+            yield f"kernels['{op}']", f"'{kernel}' is not known", f"{OWN_KERNEL}, or leave it out"
+        elif op not in KERNELS:
+            yield f"kernels['{op}']", "there is no such kernel", ", ".join(KERNELS)
+        for axis in ("tp", "cp", "ep"):
+            if kernel == OWN_KERNEL and getattr(plan.mesh, axis) > 1:
+                problem = f"is {kernel} and mesh.{axis} is {getattr(plan.mesh, axis)}: how layers are split was never checked with it"
+                yield f"kernels['{op}']", problem, f"no kernels, or {axis} 1"
 
 
 def sync(plan: Plan) -> Found:

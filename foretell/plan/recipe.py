@@ -11,7 +11,7 @@ from foretell.errors import UserError
 from foretell.plan import blocks as stack
 from foretell.plan import paths
 from foretell.plan.precision import in_recipe
-from foretell.plan.types import Plan, computed
+from foretell.plan.types import OWN_KERNEL, Plan, computed
 from foretell.trace.load.model import Source
 from foretell.trace.recipe import Recipe
 
@@ -45,7 +45,13 @@ def recipe_of(plan: Plan, mode: str | None = None) -> Recipe:
         recompute=RECOMPUTES[computed(mode)], accumulate=plan.accumulate, clip=plan.clip, compile=plan.compile,
         shards=plan.mesh.dp_shard, adapters=plan.adapters, base=tuple(plan.base.items()),
         loss_chunks=plan.loss_chunks, state_format=plan.state_format if plan.coded else "fp32",
+        kernels=own_kernels(plan),
     )  # fmt: skip
+
+
+def own_kernels(plan: Plan) -> tuple[str, ...]:
+    """Ops that foretell's own kernels do."""
+    return tuple(sorted(op for op, kernel in plan.kernels.items() if kernel == OWN_KERNEL))
 
 
 def known_blocks(plan: Plan) -> tuple[str, ...] | None:

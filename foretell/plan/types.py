@@ -13,6 +13,8 @@ from foretell.trace.recipe import Adapters as Adapters
 from foretell.trace.recipe import Sync as Sync
 
 SCHEMA_VERSION = 1
+OWN_KERNEL = "foretell"
+"""What a plan calls a kernel of `kernels/`."""
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
 """Mesh axes from the outermost (ranks far apart) to the innermost (ranks side by side)."""
@@ -165,7 +167,7 @@ class ServeLayout:
 
     @property
     def not_run_yet(self) -> tuple[str, ...]:
-        """What of it `foretell serve` does not do yet."""
+        """What of it `foretell serve` does not do yet on a GPU."""
         found = []
         if self.weights != "bf16":
             found.append(f"{self.weights} weights")
@@ -218,7 +220,7 @@ class Plan:
     """FSDP2's reshard_after_forward."""
     compile: str = "none"
     kernels: Mapping[str, str] = field(default_factory=dict)
-    """Op → kernel, by name."""
+    """Op → what computes it: OWN_KERNEL for an op of `kernels/`; `compiled` for a loss."""
     serve: ServeLayout | None = None
     """How the model is served instead; None: it is trained. `mesh` has the same ranks."""
     predicted: Mapping[str, Any] = field(default_factory=dict)

@@ -230,6 +230,10 @@ BYTES_PER_SECOND: Mapping[str, float] = {
 """Of the larger buffer, inside a step. Measured there: 125 MB took 0.25 s of a 10M GPT's step; alone 0.8 to 1.6e9. That
 of all_to_all is assumed to be a gather's."""
 
+PROCESS_MESSAGES: Mapping[str, tuple[float, float]] = {"tcp": (0.1e-3, 1.6e8), "gloo": (1.5e-3, 1.5e9)}
+"""Seconds before its bytes, and bytes a second, of a message between stages of a split (runtime.infer.links). Measured on a Xeon: over
+TCP both ends sign what passes, at 0.35e9 bytes a second each; gloo's threads hear of a message when they next wake."""
+
 
 CROSSINGS: Mapping[str, int] = {"all_to_all": 2, "all_gather": 2, "reduce_scatter": 2, "all_reduce": 4}
 """How often a collective of gloo's crosses a link one after the other: the receiver says that it is ready, then data comes. All but
@@ -296,6 +300,19 @@ def _shared(ranks: int, cores: int) -> Seconds:
 def _gain(threads: float) -> float:
     """How many times faster than on one thread an op that can be spread runs; below one thread, its share of a core."""
     return 1 + SPREAD * (threads - 1) if threads >= 1 else threads
+
+
+def among_ranks(known: Machine, ranks: int, cores: int) -> Speeds:
+    """Of one of several ranks on the cores of one machine, each with its part of the threads."""
+    if ranks == 1:
+        return alone(known)
+    return Speeds(machine=known, op_slowdown=_shared(ranks, cores), host_slowdown=max(1.0, ranks / cores), alone=False)
+
+
+def between_processes(over: str, nbytes: int) -> float:
+    """Seconds of a message between two processes of one machine, from a tensor to a tensor."""
+    start, rate = PROCESS_MESSAGES[over]
+    return start + nbytes / rate
 
 
 def by_gloo(op: Op) -> float:

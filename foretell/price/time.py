@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from foretell.hardware.types import Device
+from foretell.kernels.names import NAMESPACE, OF_OP, efficiency
 from foretell.price.bands import OWN
 from foretell.price.clocks import Clocks, slowdowns
 from foretell.price.energy import PowerModel
@@ -75,6 +77,17 @@ def unmeasured_ops(trace: Trace, machine: Machine) -> tuple[str, ...]:
     return unmeasured(every, machine.ops.families)
 
 
+def own_seconds(shape: Shape, device: Device) -> float | None:
+    """Of one of foretell's kernels that was measured on a device: its bytes at the share of the bandwidth that it was seen to reach."""
+    if not shape.name.startswith(f"{NAMESPACE}."):
+        return None
+    name = short(shape.name).removesuffix("_").removesuffix("_backward")
+    kernel = OF_OP.get(name, name)
+    specs = [*shape.inputs, *shape.outputs]
+    share = efficiency(kernel, device.name, shape.inputs[0].dtype, shape.inputs[0].numel)
+    return None if share is None else sum(spec.nbytes for spec in specs) / (device.memory_bandwidth_bytes_per_second * share)
+
+
 def synchronises(op: Op, machine: Machine) -> bool:
     """Whether the host waits for an op's result: as its profile has seen it, or else as such ops are known to be."""
     name = short(op.name)
@@ -105,7 +118,8 @@ def op_prices(trace: Trace, machine: Machine, reprice: Reprice | None = None) ->
         described = describe(shape, machine.ops.device)
         family = described.family if described else ""
         around = machine.in_step.get("compute" if family in COMPUTE_KINDS else "memory", 1.0)
-        known[shape] = (family, seconds[shape] * around * machine.slower.get(family, 1.0))
+        alone = own_seconds(shape, machine.ops.device)
+        known[shape] = (family, (seconds[shape] * machine.slower.get(family, 1.0) if alone is None else alone) * around)
         waves = 2 ** described.values["waves"] if described and family == "gemm" else 0.0
         machine.beside[shape] = slower(family, waves)
     prices = {number: known[shape] for number, shape in found.items()} | together

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.hardware.lookup import find_profile
-from foretell.plan.recipe import source_of
+from foretell.plan.recipe import own_kernels, source_of
 from foretell.plan.types import Plan
 from foretell.search.solve.choose import choose
 from foretell.search.space.constraints import SearchConstraints
@@ -42,4 +42,5 @@ def wishes_of(plan: Plan, ranks: Sequence[int], micro_batch: int | None) -> Sear
         global_batch=plan.global_batch, micro_batch=micro_batch, precision=plan.precision, optimizer=plan.optimizer, clip=plan.clip,
         ranks=tuple(ranks), compile=(plan.compile,), state_format=None if plan.state_format == "fp32" else plan.state_format,
         adapters=plan.adapters, base=plan.base, sync=plan.sync, loss_chunks=plan.loss_chunks if plan.loss_chunks > 1 else None,
+        kernels=own_kernels(plan),
     )  # fmt: skip

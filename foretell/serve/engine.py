@@ -60,9 +60,9 @@ class ServingEngine:
 
     def __init__(
         self, model: nn.Module, *, pages: int, size: int = 16, limits: StepLimits, share: bool = True, check: bool = True,
-        compiled: bool = True, graphs: bool = True, runner: Any = None,
+        compiled: bool = True, graphs: bool = True, kv: str = "bf16", runner: Any = None,
     ) -> None:  # fmt: skip
-        self.runner = runner or _runner(model, pages, size, limits, check, compiled, graphs)
+        self.runner = runner or _runner(model, pages, size, limits, check, compiled, graphs, kv)
         self.scheduler = Scheduler(Pages(pages, size), limits)
         self.share = share
         self.longest = min(self.scheduler.longest, self.runner.context)
@@ -178,9 +178,13 @@ class ServingEngine:
         return key
 
 
-def _runner(model: nn.Module, pages: int, size: int, limits: StepLimits, check: bool, compiled: bool, graphs: bool) -> StepRunner:
+def _runner(
+    model: nn.Module, pages: int, size: int, limits: StepLimits, check: bool, compiled: bool, graphs: bool, kv: str
+) -> StepRunner:  # fmt: skip
     if next(model.parameters()).device.type != "cuda":
-        return (TokenRunner if limits.invariant else StepRunner)(model, pages, size, check=check)
+        return (TokenRunner if limits.invariant else StepRunner)(model, pages, size, check=check, kv=kv)
+    if kv != "bf16":
+        raise UserError(f"keys and values in {kv} on a GPU: foretell has no kernel for them", "16 bits, or a CPU")
     from foretell.serve.graphs import GraphRunner
     from foretell.serve.invariant import FixedRunner
 

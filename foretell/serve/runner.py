@@ -11,30 +11,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from foretell.errors import ModelError
+from foretell.serve.formats import KV_AGREES, KvPool
 from foretell.serve.sampling import ChosenToken, Sampling, choose
 from foretell.simulate.serving.pages import Pages
 from foretell.simulate.serving.scheduler import Row, Step
 from foretell.simulate.serving.scheduler import Sequence as Asked
-from foretell.trace.serving.packed import REMEDY, Cached, How, Packed, layers_of
+from foretell.trace.serving.packed import REMEDY, How, Packed, layers_of
 
 PROBE_TOKENS = 12
 """Of the prompt that pages and the model's own forward must agree on."""
 AGREES = {torch.float32: 1e-3, torch.bfloat16: 8e-2, torch.float16: 2e-2}
 """Of the largest logit: how far both may be apart; or four times as far as the model is from itself among other rows."""
-
-
-class KvPool:
-    """Keys and values of all layers, page by page."""
-
-    def __init__(self, layers: Sequence[Cached], pages: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.size, self.layers = size, layers
-        slots = pages * size
-        self.keys = [torch.zeros(slots, one.heads, one.key, dtype=dtype, device=device) for one in layers]
-        self.values = [torch.zeros(slots, one.heads, one.value, dtype=dtype, device=device) for one in layers]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(one.nbytes for one in (*self.keys, *self.values))
 
 
 class _Rows:
@@ -54,13 +41,11 @@ class _Rows:
         self.written = torch.cat(written)
 
     def __call__(self, how: How, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        keys, values = self.pool.keys[how.layer], self.pool.values[how.layer]
-        keys.index_copy_(0, self.written, key.to(keys.dtype))
-        values.index_copy_(0, self.written, value.to(values.dtype))
+        self.pool.write(how.layer, self.written, key, value)
         found = []
         for first, count, start, slots in self.rows:
             near = slots if how.window is None else slots[max(0, start + 1 - how.window) :]
-            mine, its = keys.index_select(0, near), values.index_select(0, near)
+            mine, its = self.pool.read(how.layer, near, query.dtype)
             found.append(attended(how, query[first : first + count], mine, its, start + count - len(near)))
         return torch.cat(found)
 
@@ -112,14 +97,14 @@ class StepRunner:
     group = 0
     """Rows that are sampled at a time, always; 0: as many as there are, a few at a time."""
 
-    def __init__(self, model: nn.Module, pages: int, size: int, *, check: bool = True) -> None:
+    def __init__(self, model: nn.Module, pages: int, size: int, *, check: bool = True, kv: str = "bf16") -> None:
         self.model = model.eval()
-        first = next(model.parameters())
+        first = next(one for one in model.parameters() if one.dtype in AGREES)  # not one that is held in fewer bits
         self.device, self.dtype = first.device, first.dtype
         self.words, self.context = words_in(model), context_of(model)
         self.packed = Packed(model)
         self.layers = layers_of(self.packed, self.device)
-        self.pool = KvPool(self.layers, pages, size, self.dtype, self.device)
+        self.pool = KvPool(self.layers, pages, size, self.dtype, self.device, kv)
         self.notes: list[str] = []
         """What a user should know of how it runs."""
         self._known: tuple[Tensor, float] | None = None
@@ -153,7 +138,7 @@ class StepRunner:
         ours = self.logits((Row(one, half, count - half),), [prompt[half:]])
         own, noise = self._own_logits(prompt)
         off = _apart(ours[-1], own)
-        if not off <= max(AGREES.get(self.dtype, 1e-3), 4 * noise):
+        if not off <= max(AGREES.get(self.dtype, 1e-3), 4 * noise, KV_AGREES[self.pool.kv]):
             name = type(self.model).__name__
             raise ModelError(f"{name} by pages is {off:.1%} off its own forward: its attention does more than pages know", REMEDY)
 

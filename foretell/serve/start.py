@@ -13,8 +13,10 @@ from torch import nn
 
 from foretell.checkpoint.pretrained import load_into
 from foretell.errors import UserError
+from foretell.lower.serving_formats import known_kv, known_weights
 from foretell.plan.text import shell_word
 from foretell.serve.engine import ServingEngine, StepLimits
+from foretell.serve.formats import narrowed
 from foretell.serve.http import HttpServer
 from foretell.serve.text import words_of
 from foretell.serve.thread import EngineLost, EngineThread
@@ -55,6 +57,10 @@ class Setup:
     compiled: bool = True
     invariant: bool = False
     """The bits of an answer depend on nothing else that is served; of one rank."""
+    weight_format: str = "bf16"
+    """Of blocks; bf16: the model's own. On a CPU, of one rank."""
+    kv: str = "bf16"
+    """Of keys and values, likewise."""
 
 
 class Started:
@@ -78,7 +84,8 @@ class Started:
             "model": self.setup.model, "device": str(runner.device), "dtype": str(runner.dtype).removeprefix("torch."), "weights_bytes": weights,
             "kv_bytes": kept, "kv_bytes_per_token": a_token, "pages": self.setup.pages, "page_tokens": self.setup.size,
             "tokens": self.setup.pages * self.setup.size, "longest_request": self.engine.longest, "running": self.setup.running,
-            "step_tokens": self.setup.tokens, "invariant": self.setup.invariant, "notes": self.notes,
+            "step_tokens": self.setup.tokens, "invariant": self.setup.invariant, "weights": self.setup.weight_format, "kv": self.setup.kv,
+            "notes": self.notes,
             "tp": self.setup.tp, "pp": self.setup.pp, "rank_processes": self.ranks.ids if self.ranks is not None else [],
         }  # fmt: skip
 
@@ -87,8 +94,10 @@ class Started:
         call = '{"prompt": "Once upon a time", "max_tokens": 32}'
         invariant = ["invariant: the bits of an answer depend on nothing else that is served"] if self.setup.invariant else []
         ranks = f" (tp {self.setup.tp}, pp {self.setup.pp}: {self.setup.tp * self.setup.pp} ranks)" if self.ranks is not None else ""
+        held = [f"{name} {what}" for name, what in ((self.setup.weight_format, "weights"), (self.setup.kv, "keys and values")) if name != "bf16"]
+        dtype = ", ".join((about["dtype"], *held))
         return "\n".join([
-            f"{about['model']}{ranks} on {about['device']}, {about['dtype']}: weights {human_bytes(about['weights_bytes'])}, "
+            f"{about['model']}{ranks} on {about['device']}, {dtype}: weights {human_bytes(about['weights_bytes'])}, "
             f"keys and values {human_bytes(about['kv_bytes'])} ({about['pages']} pages of {about['page_tokens']} tokens, "
             f"{human_bytes(about['kv_bytes_per_token'])} a token)",
             f"room for {about['tokens']:,} tokens at once; the longest request {about['longest_request']:,}; "
@@ -115,6 +124,7 @@ def started(setup: Setup, record: ServeRecord | None = None) -> Started:
     if setup.dtype not in ("auto", *DTYPES):
         raise UserError(f"--dtype {setup.dtype}", f"auto, {', '.join(DTYPES)}")
     notes = [] if setup.weights is not None else [RANDOM]
+    _refuse_formats(setup, device)
     if setup.tp * setup.pp > 1:
         if setup.invariant:
             raise UserError(f"--tp {setup.tp} --pp {setup.pp} with --invariant, which is of one rank", "one rank, or no --invariant")
@@ -124,12 +134,24 @@ def started(setup: Setup, record: ServeRecord | None = None) -> Started:
     model = model.to(device)
     limits = StepLimits(running=setup.running, tokens=max(setup.tokens, setup.running), invariant=setup.invariant)
     engine = ServingEngine(
-        model, pages=setup.pages, size=setup.size, limits=limits, share=setup.share, compiled=setup.compiled, graphs=setup.graphs
-    )
+        narrowed(model, setup.weight_format), pages=setup.pages, size=setup.size, limits=limits, share=setup.share, compiled=setup.compiled,
+        graphs=setup.graphs, kv=setup.kv,
+    )  # fmt: skip
     notes += engine.runner.notes
     words = words_of(setup.tokenizer, engine.runner.words)
     keeper = EngineThread(engine, most_waiting=setup.queue, record=record)
     return Started(setup, engine, HttpServer(keeper, words, setup.model), notes)
+
+
+def _refuse_formats(setup: Setup, device: torch.device) -> None:
+    known_weights(setup.weight_format), known_kv(setup.kv)
+    if (setup.weight_format, setup.kv) == ("bf16", "bf16"):
+        return
+    asked = f"--weights {setup.weight_format} --kv {setup.kv}"
+    if device.type != "cpu":
+        raise UserError(f"{asked} on {device.type}: foretell has no kernel for fewer bits", "leave them out, or --device cpu; --on HW forecasts them")
+    if setup.tp * setup.pp > 1:
+        raise UserError(f"{asked} with --tp {setup.tp} --pp {setup.pp}: formats are of one rank", "one rank, or 16 bits")
 
 
 def _ranked(setup: Setup, notes: list[str], record: ServeRecord | None) -> Started:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from foretell.errors import UnknownName, UserError
+from foretell.kernels.names import KERNELS
 
 OPTIMIZERS = (
     "sgd", "sgd-loop", "momentum", "momentum-fused", "momentum-loop",
@@ -170,7 +171,7 @@ def coded_problems(state_format: str, optimizer: str, scaled: bool) -> Iterator[
 
 _LEFT_OUT: dict[str, object] = {
     "channels_last": False, "adapters": None, "base": [], "loss_chunks": 1, "state_format": "fp32", "replicas": 1, "sync": None,
-    "packed": None,
+    "packed": None, "kernels": [],
 }  # fmt: skip
 """Of a recipe's JSON where they are these, their defaults."""
 
@@ -216,6 +217,8 @@ class Recipe:
     sync: Sync | None = None
     channels_last: bool = False
     """Images and the weights of convolutions with their channels innermost (`memory_format=torch.channels_last`)."""
+    kernels: tuple[str, ...] = ()
+    """Ops of the model that foretell's own kernels do, by name."""
     packed: tuple[int, int] | None = None
     """A server's step instead of a batch: tokens of any sequences side by side, and how many of them sample (inference)."""
 
@@ -233,6 +236,9 @@ class Recipe:
                 raise UserError(f"{name} must be positive, got {value}", f"give {name} a value above zero")
         if self.precision == "fp16" and self.mode == "train":
             raise UserError("fp16 weights cannot be trained: updates round to nothing", "fp16-mixed, which keeps fp32 weights; or --infer")
+        for name in self.kernels:
+            if name not in KERNELS:
+                raise UnknownName("kernel", str(name), KERNELS, f"known: {', '.join(KERNELS)}")
         self._settle_adapters()
         for problem, remedy in coded_problems(self.state_format, self.optimizer, "fp16" in self.precision):
             raise UserError(f"states in {self.state_format}: {problem}", remedy)
@@ -258,6 +264,7 @@ class Recipe:
         said = asdict(self) | {"freeze": list(self.freeze)}
         said["adapters"] = None if self.adapters is None or self.adapters == Adapters(rank=self.adapters.rank) else self.adapters.to_json()
         said["sync"] = None if self.sync is None else self.sync.to_json()
+        said["kernels"] = list(self.kernels)
         said["base"] = [] if self.base == ((ADAPTED, "nf4"),) else [list(pair) for pair in self.base]
         return {name: value for name, value in said.items() if name not in _LEFT_OUT or value != _LEFT_OUT[name]}
 
@@ -267,8 +274,9 @@ class Recipe:
         values = {key: value for key, value in data.items() if key in known}
         if values.get("packed") is not None:
             values["packed"] = tuple(values["packed"])  # type: ignore[arg-type]
-        if "freeze" in values:
-            values["freeze"] = tuple(values["freeze"])  # type: ignore[arg-type]
+        for name in ("freeze", "kernels"):
+            if name in values:
+                values[name] = tuple(values[name])  # type: ignore[arg-type]
         if isinstance(values.get("adapters"), Mapping):
             values["adapters"] = Adapters.from_json(values["adapters"])  # type: ignore[arg-type]
         if isinstance(values.get("sync"), Mapping):

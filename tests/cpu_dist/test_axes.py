@@ -43,6 +43,7 @@ AXES: dict[str, Callable[[Plan], bool]] = {
     "precision": lambda plan: plan.precision != "fp32",
     "compile": lambda plan: plan.compile != "none",
     "states elsewhere": lambda plan: bool(plan.states),
+    "kernels": lambda plan: bool(plan.kernels),
 }
 SCHEDULES = {"gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zero-bubble-v"}
 
@@ -51,6 +52,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "context": {"cp": 2}, "expert": {"dp_shard": 2, "ep": 2}, "accumulate": {"accumulate": 2}, "clip": {"clip": 1.0},
     "recompute": {"blocks": {"blocks.*": Residency(mode="recompute")}}, "precision": {"precision": "bf16-mixed"},
     "compile": {"compile": "blocks"}, "states elsewhere": {"states": {"blocks.*": "host"}},
+    "kernels": {"kernels": {"rms_norm": "foretell"}},
 }  # fmt: skip
 """The least that uses an axis."""
 
@@ -128,5 +130,5 @@ def test_what_may_not_be_used_together_is_known() -> None:
     assert {pair for pair in itertools.combinations(AXES, 2) if refused(*pair)} == {
         ("tensor", "expert"), ("context", "expert"), ("context", "compile"), ("expert", "compile"),
         ("tensor", "states elsewhere"), ("pipeline", "states elsewhere"), ("context", "states elsewhere"),
-        ("expert", "states elsewhere"),
+        ("expert", "states elsewhere"), ("tensor", "kernels"), ("context", "kernels"), ("expert", "kernels"),
     }  # fmt: skip

@@ -45,6 +45,7 @@ BLOCKS = {"hf": "model.layers"}
 FULL, SELECTIVE = Residency(mode="recompute"), Residency(mode="selective")
 BOTH = {"accumulate": 2, "clip": 0.1}
 HOST = {"blocks.*": "host"}
+OWN = {"rms_norm": "foretell"}
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,9 @@ def case(name: str, model: str, mesh: Mesh = Mesh(), slow: str = "", **more: Any
 CASES = [
     # data
     case("shards kept by two ranks", "short gpt", Mesh(dp_shard=4), clip=0.1, reshard=2),
-    case("hybrid", "short gpt", Mesh(dp_replicate=2, dp_shard=2), **BOTH, recompute={"*": SELECTIVE}, states=HOST),
+    case("hybrid", "short llama", Mesh(dp_replicate=2, dp_shard=2), **BOTH, recompute={"*": SELECTIVE}, states=HOST, kernels=OWN),
     case("compiled replicas", "gpt", Mesh(dp_replicate=2), compile="blocks", slow="compiled with tensor below"),
-    case("compiled shards", "short gpt", Mesh(dp_shard=2), **BOTH, compile="blocks", recompute={"0": FULL}, states=HOST),
+    case("compiled shards", "short llama", Mesh(dp_shard=2), **BOTH, compile="blocks", recompute={"0": FULL}, states=HOST, kernels=OWN),
     case("unet", "unet", Mesh(dp_shard=2), **BOTH, optimizer="momentum"),
     case("ssm", "ssm", Mesh(dp_shard=3), accumulate=2, reshard=False, precision="bf16-mixed", states=HOST),
     # the loss in chunks, 32 tokens in pieces of 11, 11 and 10
@@ -86,7 +87,7 @@ CASES = [
     case("chunks, hybrid, mixed", "short llama", Mesh(dp_replicate=2, dp_shard=2), precision="bf16-mixed", loss_chunks=3,
          slow="chunks are with shards, with replicas and with bf16 beside it"),
     case("chunks, compiled, bf16", "short gpt", Mesh(), precision="bf16", accumulate=2, compile="blocks", loss_chunks=3),
-    case("chunks, hf, replicas", "hf", Mesh(dp_replicate=2), accumulate=2, loss_chunks=3, recompute={"*": SELECTIVE}),
+    case("chunks, hf, replicas", "hf", Mesh(dp_replicate=2), accumulate=2, loss_chunks=3, recompute={"*": SELECTIVE}, kernels=OWN),
     # tensor
     case("tensor", "short gpt", Mesh(tp=4), clip=0.1, slow="two ranks of it with replicas, shards and a pipeline below"),
     case("tensor, shards", "gpt", Mesh(dp_shard=2, tp=2), **BOTH, recompute={"*": FULL}, slow="with a pipeline below"),
@@ -96,7 +97,8 @@ CASES = [
     case("hf, tensor, shards", "hf", Mesh(dp_shard=2, tp=2), clip=0.1, slow="split models of hf are in test_tensor.py"),
     # pipeline
     case("pipeline", "gpt", Mesh(pp=2), schedule="1f1b", accumulate=4, clip=0.1),
-    case("pipeline, replicas", "llama", Mesh(pp=2, dp_replicate=2), schedule="zero-bubble-v", cuts=(1, 2, 3), accumulate=4, clip=0.1, reshard=False),
+    case("pipeline, replicas", "llama", Mesh(pp=2, dp_replicate=2), schedule="zero-bubble-v", cuts=(1, 2, 3), accumulate=4, clip=0.1, reshard=False,
+         kernels=OWN),
     case("pipeline, compiled, shards", "short gpt", Mesh(pp=2, dp_shard=2), schedule="1f1b", cuts=(1,), **BOTH, compile="blocks"),
     case("hf, pipeline, shards", "hf", Mesh(pp=2, dp_shard=2), schedule="gpipe", cuts=(1,), **BOTH, recompute={"*": FULL}),
     case("vit, uneven pipeline", "vit", Mesh(pp=2), schedule="1f1b", cuts=(2,), accumulate=3, recompute={"0-1": SELECTIVE}),
@@ -110,7 +112,7 @@ CASES = [
     case("bf16-mixed, tensor, shards", "short llama", Mesh(dp_shard=2, tp=2), precision="bf16-mixed", clip=0.1, recompute={"*": FULL}),
     case("bf16-mixed, tensor, pipeline", "gpt", Mesh(pp=2, tp=2), schedule="1f1b", precision="bf16-mixed", accumulate=2,
          slow="each of the two is with bf16 elsewhere"),
-    case("bf16, pipeline, replicas", "short llama", Mesh(pp=2, dp_replicate=2), schedule="1f1b", cuts=(1,), precision="bf16", **BOTH),
+    case("bf16, pipeline, replicas", "short llama", Mesh(pp=2, dp_replicate=2), schedule="1f1b", cuts=(1,), precision="bf16", kernels=OWN, **BOTH),
 ]  # fmt: skip
 
 

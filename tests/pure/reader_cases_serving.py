@@ -17,12 +17,20 @@ from foretell.serve import asked
 from foretell.serve.text import ByteWords
 from foretell.serve.tune.table import TuneTable
 from foretell.simulate.serving.load import load_of
+from foretell.tune.generate.curate import curated
+from foretell.tune.generate.memory import TunerMemory
+from foretell.tune.generate.replay import replayed
+from foretell.tune.search.kept import KeptRows, KeptWinner, kept_rows, winners_elsewhere
+from foretell.tune.search.space import Axis, ConfigSpace
+from foretell.tune.search.trial import TrialResult
 from foretell.tune.verify import wire
 from tests.pure import mutations as spoil
 from tests.pure.reader_cases import Case
 from tests.pure.test_report_serving import BENCH, SEARCH, TUNE
 
 QUESTION = {"model": "tiny"}
+TRANSCRIPT = Path(__file__).parents[1] / "data" / "kernels" / "strategy.jsonl"
+KERNEL, SPACE = {"op": "norm", "template": "rows", "device": "H200"}, ConfigSpace((Axis("rows", (1, 2, 4)), Axis("reuse", (False, True))))
 FORECAST = {"forecast": {
     "model": "hf:acme/tiny", "device": "H100", "engine": "vllm", "weights": "bf16", "memory_share": 0.9, "tp": 1, "running": 8, "step_tokens": 512,
     "longest": 900, "pages": 60, "page_tokens": 16, "weights_bytes": 1000,
@@ -49,7 +57,39 @@ def build(at: Path, plan: Plan) -> None:
     (record / "requests.jsonl").write_text(3 * (json.dumps(row) + "\n"))
     table = TuneTable(at / "table.jsonl", QUESTION)
     table.add_law({"a": 1.0})
+    (at / "transcript.jsonl").write_bytes(TRANSCRIPT.read_bytes())
+    with kept(at) as rows:
+        rows.add({"rows": 1, "reuse": True}, TrialResult(status="timed", seconds=1e-3, speedup=1.5))
+        rows.end(KeptWinner(config={"rows": 1, "reuse": True}, speedup=1.5, low=1.4, beside="eager", date="2026-11-19"))
+    rows.path.rename(at / "kept.jsonl")
+    memory = TunerMemory("cpu", at / "memory.jsonl")
+    memory.keep("draft", ("aten.mul", "aten.mean"), "class ModelNew: pass", 2.0, "all rows at once")
+    memory.save()
     (at / "message").write_bytes(wire.encode({"kind": "done", "seconds": 0.5}, (b"abcd",)) + b"abcd")
+
+
+def kept(at: Path) -> KeptRows:
+    return kept_rows(at, KERNEL, SPACE)
+
+
+def read_kept(at: Path) -> None:
+    path = kept(at).path
+    path.write_bytes((at / "kept.jsonl").read_bytes())
+    path.chmod(0o600)
+    with kept(at) as rows:
+        assert all(SPACE.read(config) == config for config, _ in rows.rows.values())
+    winners_elsewhere(at, {**KERNEL, "device": "H100"}, SPACE)
+
+
+def read_memory(at: Path) -> None:
+    (at / "memory.jsonl").chmod(0o600)
+    TunerMemory("cpu", at / "memory.jsonl").recalled("draft", ("aten.mul",))
+
+
+def read_transcript(at: Path) -> None:
+    """A replay and a data set; whatever it says, no kernel of it is run."""
+    replayed(at / "transcript.jsonl")
+    curated([at / "transcript.jsonl"])
 
 
 def read_page(path: Path) -> None:
@@ -87,6 +127,9 @@ CASES = [
            call=lambda at: read_page(at / "record")) for name in ("serve.json", "steps.jsonl", "requests.jsonl")),
     Case("forecast to export", "forecast.json", spoil.json_spoiled, call=lambda at: exported.vllm(exported.read(at / "forecast.json"))),
     Case("table of settings", "table.jsonl", spoil.lines_spoiled, call=lambda at: TuneTable(at / "table.jsonl", QUESTION)),
+    Case("transcript of a generator", "transcript.jsonl", spoil.lines_spoiled, call=read_transcript),
+    Case("rows of a search", "kept.jsonl", spoil.lines_spoiled, call=read_kept),
+    Case("memory of a tuner", "memory.jsonl", spoil.lines_spoiled, call=read_memory),
     Case("request body", "body.json", spoil.json_spoiled, call=read_body),
     Case("message of a candidate", "message", spoil.bytes_spoiled, call=read_message),
 ]  # fmt: skip

@@ -10,6 +10,7 @@ import pytest
 from foretell.hardware import overhead, parse
 from foretell.lower.compiling import compiled
 from foretell.simulate.memory.memory import predict_memory
+from foretell.trace.inductor import blocks
 from foretell.trace.inductor.blocks import ENTER, LEAVE
 from foretell.trace.inductor.cuda_graphs import POOL, REPLAY, REPLAYED
 from foretell.trace.inductor.emit import FUSED
@@ -83,13 +84,28 @@ def test_bytes_are_those_an_h200_measured(row: tuple[str, int, int | None]) -> N
     assert graphs.reserved_bytes == pytest.approx(reserved, rel=0.05)
 
 
+@pytest.mark.parametrize("model", ["gpt-tiny", "vit-tiny"])
+def test_a_block_like_one_before_is_what_it_would_be_by_itself(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    eager = traced(model, mode="infer")
+    found = compiled(eager, "blocks")
+    whole, taken = blocks._forward, []
+
+    def alone(ops: Any, ahead: Any, storages: Any, readers: Any, block: str, alike: Any) -> Any:
+        taken.append(len(alike))
+        return whole(ops, ahead, storages, readers, block, {})
+
+    monkeypatch.setattr(blocks, "_forward", alone)
+    assert compiled(eager, "blocks") == found
+    assert taken == [0] * len(taken) and len(taken) > 2
+
+
 def test_only_blocks_are_entered_and_what_is_around_them_stays_eager() -> None:
     eager, done = traced("gpt-tiny"), step("gpt-tiny", "blocks")
     ops = done.programs["micro_first"].ops
     marks = [(op.name, op.module) for op in ops if op.name in (ENTER, LEAVE) and op.phase == "forward"]
-    blocks = eager.meta["blocks"]
-    assert isinstance(blocks, (list, tuple))
-    assert marks == [(name, block) for block in blocks for name in (ENTER, LEAVE)]
+    names = eager.meta["blocks"]
+    assert isinstance(names, (list, tuple))
+    assert marks == [(name, block) for block in names for name in (ENTER, LEAVE)]
     inside, outside = False, []
     for op in ops:
         inside = op.name != LEAVE and (inside or op.name == ENTER)

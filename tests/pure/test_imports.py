@@ -17,9 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "foretell"
 
 ROOMS = (
-    "errors", "units", "files", "decode", "cores", "notebook", "quantities", "zoo", "trace", "hardware", "options", "plan", "lower", "price",
-    "simulate",
-    "kernels", "checkpoint", "runtime", "search", "prove", "tune", "serve", "report", "eject", "export", "observe", "api", "cli",
+    "errors", "units", "files", "decode", "cores", "notebook", "quantities", "zoo", "kernels", "trace", "hardware", "options", "plan", "lower",
+    "price", "simulate",
+    "checkpoint", "runtime", "search", "prove", "tune", "serve", "report", "eject", "export", "observe", "api", "cli",
 )  # fmt: skip
 """Top to bottom: a room imports itself and rooms before it."""
 

@@ -172,14 +172,37 @@ def test_a_slower_network_keeps_the_model_on_one_device() -> None:
 def test_seconds_of_units_are_those_of_their_ops() -> None:
     from foretell.hardware import find
     from foretell.price.machine import machine
+    from foretell.price.speeds import alone
     from foretell.price.time import op_prices
 
     trace = traced()
     known = machine(find("H200"), find_profile("H200-SXM-141GB"))
     assert known is not None
     runs = [ops for _, ops in _runs(trace)]
-    found = unit_seconds(trace, runs, known)
+    found = unit_seconds(trace, runs, alone(known))
     assert sum(found) >= sum(seconds for _, seconds in op_prices(trace, known).values()) and min(found) > 0
+
+
+def test_stages_on_one_cpu_share_its_cores_and_talk_over_what_was_asked_for() -> None:
+    """Each has its part of the threads, so that a stage takes longer than on a CPU that is all its own, by no more than there are stages;
+    two machines share nothing."""
+    from foretell.price.speeds import between_processes
+
+    trace = inference_trace(Source(model="gpt-tiny", seq=128, micro_batch=8), "fp32", None)
+
+    def found(on: str, over: str = "tcp") -> InferPlan:
+        return plan_from({"cpu": trace}, parse(on), find_profile, 1, over)
+
+    def whole(plan: InferPlan) -> float:
+        return min(split.latency_seconds for split in plan.front if len(split.parts) == 1)
+
+    one, two = whole(found("CPU")), whole(found("1x2xCPU"))
+    assert 1.2 * one < two <= 2 * one
+    assert whole(found("CPU+CPU,join=Eth10")) == pytest.approx(one)
+    for over in ("tcp", "gloo"):
+        for split in found("1x2xCPU", over).front:
+            for part in split.parts[1:]:
+                assert part.receives_seconds == between_processes(over, part.receives_bytes)
 
 
 def test_the_command_prints_a_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:

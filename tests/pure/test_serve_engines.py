@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from foretell import zoo
+from foretell.api.serving.compared import compared
+from foretell.api.serving.engines import EngineAsked, forecast_engine
 from foretell.cli import main
 from foretell.errors import UserError
 from foretell.export import serving
@@ -231,3 +233,21 @@ def test_names_in_a_command_are_quoted() -> None:
     plan = serving.ServingPlan(**{**FORECAST, "model": "hf:a/b; rm -rf ~\nx"})  # type: ignore[arg-type]
     text = serving.vllm(plan).files["serve.sh"]
     assert "'a/b; rm -rf ~\nx'" in text and all(line.startswith("#") or "rm" not in line or "'a/b" in line for line in text.splitlines())
+
+
+def test_the_fastest_of_several_is_the_one_whose_own_forecast_is(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = EngineAsked(model="llama3-1b", hardware="H100", engine="", overrides={"layers": 2}, load=load_of("users=32, in=512, out=64"), seconds=5)
+    names = ("foretell", "sglang", "vllm:0.5.4", "trtllm:2024")
+    found = compared(asked, names)
+    alone = {name: forecast_engine(replace(asked, engine=name)).load for name in names[1:]}
+    assert {one.engine: one.load for one in found.engines if one.engine != "foretell"} == alone
+    assert found.fastest is not None and found.fastest.rate >= 0.98 * max(one.rate for one in found.engines)
+    assert found.engines[-1].engine == "vllm:0.5.4" not in found.close, "its host takes more for a token than all others together"
+    narrow = compared(replace(asked, weights="fp4"), ("foretell", "vllm"))
+    assert narrow.engines[1].engine == "foretell" and narrow.engines[1].refused == "foretell has no weights in fp4"
+    words = ["serve", "llama3-1b", "--set", "layers=2", "--on", "H100", "--load", "users=32, in=512, out=64", "--engine"]
+    assert main([*words, "vllm,sglang"]) == 0
+    assert "fastest   " in capsys.readouterr().out
+    assert main([*words, "vllm,sglong"]) == 2 and "did you mean sglang" in capsys.readouterr().err
+    with pytest.raises(UserError, match="compared by a load"):
+        compared(replace(asked, load=None), names)

@@ -6,6 +6,7 @@ import importlib
 import random
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -97,3 +98,33 @@ def test_order_and_errors(published: ModuleType) -> None:
     assert published.spearman([(1, 1)]) is None
     one = {"id": "a", "published": 2.0, "predicted": 1.0, "low": 0.5, "high": 3.0}
     assert published.summary([one]) == {"rows": 1, "figures": 1, "median_error": 0.5, "mean_error": 0.5, "bias": -0.5, "in_band": 1.0}
+
+
+def test_a_burst_is_known_when_all_of_it_has_come(rows: ModuleType) -> None:
+    burst = {**ROW, "load_kind": "burst", "num_requests": "200"}
+    found, slower = rows.read(burst), rows.read({**burst, "gpu": "A100-SXM-80GB"})
+    assert found.accepted == pytest.approx(200 * rows.ACCEPTED_SECONDS) and slower.accepted > found.accepted
+    assert rows.read(ROW).accepted == 0 and not any(one.at for one in found.load.recorded)
+
+
+class Law:
+    """Every row takes `base` seconds and the constant."""
+
+    def __init__(self, base: float, share: float = 1.0) -> None:
+        self.base, self.share, self.asked = base, share, 0
+
+    def of(self, asked: list[tuple[Any, Any]]) -> list[dict[str, float]]:
+        self.asked += 1
+        return [{"output_tok_s": 1 / (self.base + self.share * profile.host_sequence_seconds)} for _, profile in asked]
+
+
+def test_a_constant_is_where_rows_are_least_off_and_stays_where_they_say_nothing(rows: ModuleType, published: ModuleType) -> None:
+    true = 1e-4
+    some = [rows.read({**ROW, "id": str(number), "latency_s": "", "output_tok_s": str(1 / (1e-4 + true))}) for number in range(9)]
+    found = published.fit(some, law := Law(1e-4))
+    assert found is not None and 0.8 * true < found < 1.25 * true and law.asked <= 2 * published.TRIES + 1
+    start = some[0].engine.host_sequence_seconds
+    assert published.fit(some, Law(1e-4, share=1e-6)) == pytest.approx(start, rel=0.01)
+    assert published.fit(some[:3], Law(1e-4)) is None, "too few"
+    arriving = [rows.read({**ROW, "id": str(number), "load_kind": "poisson", "load": "4"}) for number in range(9)]
+    assert published.fit(arriving, Law(1e-4)) is None, "throughput of a rate is that rate"

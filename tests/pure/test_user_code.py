@@ -39,7 +39,8 @@ READS = {
 }  # fmt: skip
 RUNS = {
     "fit", "plan", "plan advise", "plan eject", "run", "run demo", "run box", "watch", "verify", "probe", "compare prove",
-    "compare diff", "zoo check", "zoo fuzz", "run supervise", "run chaos", "run ckpt merge", "serve", "tune", "tune serve", "tune verify",
+    "compare diff", "zoo check", "zoo fuzz", "run supervise", "run chaos", "run ckpt merge", "serve", "tune",
+    "tune search", "tune serve", "tune verify",
 }  # fmt: skip
 NEITHER = {"version"}
 EVIL = "import pathlib\npathlib.Path(__file__).with_name('canary').touch()\n"

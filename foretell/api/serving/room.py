@@ -94,7 +94,7 @@ def _fewest(model: ServedModel, asked: ServingAsked, shares: LayoutShares) -> La
     if count == 1 or layout.devices > 1:
         return model.costs(layout, shares)
     found = None
-    for tp in _widths(model, count):
+    for tp in _widths(model, 1 if layout.invariant else count):
         found = model.costs(replace(layout, tp=tp, replicas=count // tp), shares)
         if found.most_pages() if asked.pages is None else found.largest(asked.pages).verdict != NO:
             break
@@ -115,10 +115,10 @@ def _would(model: ServedModel, asked: ServingAsked, layout: ServeLayout, shares:
         changes.append((f"a smaller step ({8} sequences, 128 tokens)", "--running 8 --step-tokens 128", replace(layout, running=8, tokens=128)))
     changes += [(f"weights in {name}", f"--weights {name}", replace(layout, weights=name)) for name in ("fp8", "int8", "int4")
                 if layout.weights == "bf16" and format_refusal(device, name, layout.kv) is None]  # fmt: skip
-    for tp in (2, 4, 8):
+    for tp in () if layout.invariant else (2, 4, 8):
         if tp > layout.tp and heads_refusal(model.trace, tp) is None:
             changes.append((f"{tp} devices, tp {tp}", f"--on {tp}x{device.name}", replace(layout, tp=tp, replicas=1)))
-    if len(blocks_of(model.trace).each) >= 16:
+    if len(blocks_of(model.trace).each) >= 16 and not layout.invariant:
         changes.append((f"16 devices, tp 8, pp 2 on {device.name}", f"--on 2x8x{device.name}", replace(layout, tp=8, pp=2, replicas=1)))
     for change, flag, other in changes:
         try:

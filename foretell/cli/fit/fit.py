@@ -50,6 +50,7 @@ def fit(
     step_tokens: int = typer.Option(512, "--step-tokens", metavar="N", help="With --serve: tokens that a step computes."),
     weights: str = typer.Option("bf16", "--weights", metavar="FORMAT", help="With --serve: bf16, fp8, int8 or int4 (assumed, not measured)."),
     kv: str = typer.Option("bf16", "--kv", metavar="FORMAT", help="With --serve: keys and values in bf16, fp8 or int8 (assumed, not measured)."),
+    invariant: bool = typer.Option(False, "--invariant", help=f"With --serve: {serving.INVARIANT}"),
     verbose: bool = typer.Option(False, "--verbose", help=common.VERBOSE_HELP),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
@@ -61,8 +62,8 @@ def fit(
     if serve:
         from foretell.cli.fit.serve import room_command
 
-        return room_command(model, on, options, context, sizes, load=load, slo=slo, weights=weights, kv=kv, json=json)
-    serving.refuse_without(context, "load", "slo", "weights", "kv", *sizes)
+        return room_command(model, on, options, context, sizes, load=load, slo=slo, weights=weights, kv=kv, invariant=invariant, json=json)
+    serving.refuse_without(context, "load", "slo", "weights", "kv", "invariant", *sizes)
     if script is not None:
         return _follow(model, script, on, {**options, "json": json}, context)
     theirs, on = (None, on) if from_ is None else take_over(from_, on, options, context)
@@ -323,6 +324,7 @@ def check_step(model: str, on: str, options: dict[str, Any]) -> None:
     """The same of the model, its batch, how it is trained and where."""
     from foretell.hardware import parse
     from foretell.options.adapters import adapters_of
+    from foretell.options.kernels import kernels_of
     from foretell.options.sync import sync_of
     from foretell.plan.precision import read
     from foretell.trace.load.model import Source
@@ -332,7 +334,7 @@ def check_step(model: str, on: str, options: dict[str, Any]) -> None:
     of_source = ("overrides", "micro_batch", "seq", "image", "loss")
     check_source(Source(model=model, **{name: options[name] for name in of_source if options[name] is not None}))
     if not on.strip().casefold().startswith("auto"):  # only torch knows this machine
-        parse(on)
+        kernels_of(options.get("kernels"), parse(on), "")
     of_recipe = ("optimizer", "recompute", "accumulate", "clip", "freeze", "loss_chunks")
     given = {name: options[name] for name in of_recipe if name in options} | {"mode": "infer" if options.get("infer") else "train"}
     given |= adapters_of(options)

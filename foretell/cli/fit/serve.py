@@ -16,14 +16,14 @@ from foretell.units import human_bytes
 if TYPE_CHECKING:
     from foretell.api.serving.room import ServingRoom
 
-_OWN = ("model", "on", "serve", "load", "slo", "pages", "page", "running", "step_tokens", "weights", "kv", "overrides", "json", "debug", "precision",
-        "verbose")  # fmt: skip
+_OWN = ("model", "on", "serve", "load", "slo", "pages", "page", "running", "step_tokens", "weights", "kv", "invariant", "overrides", "json", "debug",
+        "precision", "verbose")  # fmt: skip
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def room_command(
     model: str | None, on: str, options: Mapping[str, Any], context: typer.Context, sizes: Mapping[str, int | None], *, load: str | None,
-    slo: str | None, weights: str, kv: str, json: bool,
+    slo: str | None, weights: str, kv: str, invariant: bool, json: bool,
 ) -> int:  # fmt: skip
     """Print it; 1 where it does not fit."""
     from foretell.api.serving.forecast import ServingAsked
@@ -45,7 +45,7 @@ def room_command(
     running = sizes["running"] or 64
     asked = ServingAsked(
         model=model, hardware=on, overrides=options["overrides"] or {}, precision=precision or "auto", pages=sizes["pages"], size=sizes["page"] or 16,
-        running=running, tokens=max(sizes["step_tokens"] or 512, running), graphs=True, weights=weights, kv=kv,
+        running=running, tokens=max(sizes["step_tokens"] or 512, running), graphs=True, weights=weights, kv=kv, invariant=invariant,
         load=None if load is None else load_of(load), limit=serving.limits(slo),
     )  # fmt: skip
     found = common.call(lambda: room(asked), f"predicting {model} on {on}")
@@ -68,7 +68,7 @@ def lines(found: ServingRoom, load: str | None, slo: str | None, on: str) -> lis
         what, size = found.uses[0]
         text.append(f"lacking   {human_bytes(found.lacking_bytes)}; the most is used by {what}: {human_bytes(size)}")
         for one in found.would_fit:
-            later = "" if one.runs_today else " (foretell serve does not run it yet)"
+            later = "" if one.runs_today else " (foretell serve does not run it on a GPU yet)"
             text.append(f"would fit {one.change}: {one.pages:,} pages, {one.at_once} requests at once{later}   {one.flag}")
         return [*text, *([] if found.would_fit else ["would fit nothing that was tried: a larger device, or more of them"])]
     per = ", ".join(f"{many} of {tokens:,} tokens" for tokens, many in found.at_once)

@@ -35,7 +35,8 @@ def infer_command(
         raise UserError(f"--run {over} --requests {requests}", f"--run {' or '.join(OVER)}, at least one request")
     if precision is not None and precision not in PRECISIONS:
         raise UserError(f"--precision {precision!r} is not known", f"one of {', '.join(PRECISIONS)}")
-    found = common.call(lambda: split(source, on, precision and PRECISIONS[precision], cache, time_limit), f"splitting {source.model}")
+    way = precision and PRECISIONS[precision]
+    found = common.call(lambda: split(source, on, way, cache, time_limit, over or OVER[0]), f"splitting {source.model}")
     run = _run(source, on, found, precision, over, requests) if over is not None and found.front else None
     if json:
         common.emit_json({**as_json(found), **({} if run is None else {"run": run.to_json()})})
@@ -76,8 +77,8 @@ def _run_lines(run: SplitRun) -> list[str]:
     ]
 
 
-def split(source: Source, on: str, precision: str | None, cache: bool, time_limit: float) -> InferPlan:
-    """Splits of a model over the devices of `on`; precision as traces name it."""
+def split(source: Source, on: str, precision: str | None, cache: bool, time_limit: float, over: str = OVER[0]) -> InferPlan:
+    """Splits of a model over the devices of `on`; precision as traces name it. `over`: what stages on one machine's CPU talk over."""
     from foretell.hardware import parse
     from foretell.hardware.lookup import find_profile
     from foretell.plan.precision import for_inference, missing
@@ -89,7 +90,7 @@ def split(source: Source, on: str, precision: str | None, cache: bool, time_limi
     lacking = missing(COMPUTES[way], cluster)
     if lacking:
         raise UserError(f"--precision {precision}: {lacking} has no {COMPUTES[way]} units", f"--precision {for_inference(cluster)}")
-    return infer_plan(source, cluster, precision=way, profile_of=find_profile, cache=cache, time_limit=time_limit)
+    return infer_plan(source, cluster, precision=way, profile_of=find_profile, cache=cache, time_limit=time_limit, over=over)
 
 
 def fit_command(alone: Prediction, on: str, options: Mapping[str, Any], json: bool) -> int:

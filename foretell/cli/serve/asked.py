@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 LOAD = 'With --serve: "rate=8, in=1024±512, out=256±128", users=32, all=256, or a .csv or .jsonl of requests.'
 SLO = "With --serve: limits that 95 % of the answers must keep, such as ttft=500ms,tpot=40ms."
 
+ENGINE = "With --on: foretell, vllm, sglang, trtllm or gpt-fast; :VERSION; several with commas, or all: which is fastest."
 INVARIANT = "The bits of an answer depend on nothing else that is served: steps are computed in parts of fixed sizes."
 
 

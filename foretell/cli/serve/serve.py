@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from foretell.cli import common
-from foretell.cli.serve.asked import INVARIANT
+from foretell.cli.serve.asked import ENGINE, INVARIANT
 from foretell.cli.serve.ended import ended, plan_json
 from foretell.errors import UserError
 
@@ -36,8 +36,8 @@ def serve(
     replicas: int = typer.Option(1, "--replicas", help="With --on: so many servers, each with its share of the requests."),
     tp: int = typer.Option(1, "--tp", metavar="N", help="Ranks that share every layer, each with its own heads."),
     pp: int = typer.Option(1, "--pp", metavar="N", help="Ranks that have the blocks one after the other; as many steps are under way."),
-    weight_format: str = typer.Option("bf16", "--weights", metavar="FORMAT", help="With --on: bf16, fp8, int8 or int4; with --engine fp4 too."),
-    kv: str = typer.Option("bf16", "--kv", metavar="FORMAT", help="With --on: keys and values in bf16, fp8 or int8."),
+    weight_format: str = typer.Option("bf16", "--weights", metavar="FORMAT", help="bf16, fp8, int8, int4: run on a CPU, forecast with --on."),
+    kv: str = typer.Option("bf16", "--kv", metavar="FORMAT", help="Keys and values in bf16, fp8 or int8; run on a CPU, forecast with --on."),
     queue: int = typer.Option(1024, "--queue", help="Requests that may wait; more are told to come back (429)."),
     host: str = typer.Option("127.0.0.1", "--host", help="The address to listen at. There is no password: leave it to this machine."),
     port: int = typer.Option(8000, "--port", help="0: any that is free."),
@@ -51,9 +51,7 @@ def serve(
     eject: Path | None = typer.Option(
         None, "--eject", metavar="FILE.py", help="Serve nothing: write a small server in one file that needs torch alone."
     ),
-    engine: str = typer.Option(
-        "foretell", "--engine", metavar="ENGINE", help="With --on: foretell, vllm, sglang, trtllm or gpt-fast; :VERSION; all devices of HW together."
-    ),
+    engine: str = typer.Option("foretell", "--engine", metavar="ENGINE", help=ENGINE),
     graphs: bool = typer.Option(True, "--graphs/--no-graphs", help="On a GPU: launches of a step are replayed as a CUDA graph."),
     compiled: bool = typer.Option(True, "--compile/--no-compile", help="On a GPU: layers under torch.compile, as one piece of code."),
     invariant: bool = typer.Option(False, "--invariant", help=INVARIANT),
@@ -89,13 +87,14 @@ def serve(
         sizes = {"pages": pages, "size": size, "running": running, "tokens": tokens, "share": share, "compiled": compiled, "invariant": invariant}
         ranks = {"replicas": replicas, "tp": tp, "pp": pp, "weights": weight_format, "kv": kv}
         return told(model, on, override, dtype, {**sizes, **ranks}, load=load, slo=slo, graphs=graphs, json=json)
-    _check_run(load, slo, plain=(replicas, weight_format, kv) == (1, "bf16", "bf16"), port=port)
+    _check_run(load, slo, replicas, port)
     from foretell.options import words
     from foretell.serve.start import Setup
 
     asked = Setup(
         model=model, overrides=words.overrides(override), weights=weights, tokenizer=tokenizer, device=device, dtype=dtype, pages=pages, size=size,
         running=running, tokens=tokens, share=share, queue=queue, seed=seed, tp=tp, pp=pp, graphs=graphs, compiled=compiled, invariant=invariant,
+        weight_format=weight_format, kv=kv,
     )  # fmt: skip
     return _run(asked, host, port, out, context.obj, json=json)
 
@@ -124,12 +123,12 @@ def _run(asked: Setup, host: str, port: int, out: Path | None, plan: Plan | None
     return int(bool(lost))
 
 
-def _check_run(load: str | None, slo: str | None, *, plain: bool, port: int) -> None:
+def _check_run(load: str | None, slo: str | None, replicas: int, port: int) -> None:
     """What is only foretold is refused where a server is to run."""
     if load is not None or slo is not None:
         raise UserError("--load and --slo are of a forecast", "add --on HW, such as --on H100")
-    if not plain:
-        raise UserError("--replicas, --weights and --kv are not run yet", "add --on HW to forecast them, such as --on 8xH100")
+    if replicas > 1:
+        raise UserError(f"--replicas {replicas}: foretell serve runs one", "a server for each, or --on 8xH100 to forecast them")
     if not 0 <= port < 65536:
         raise UserError(f"port {port}", "0 to 65535; 0 is any that is free")
 

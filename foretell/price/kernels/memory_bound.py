@@ -29,8 +29,9 @@ _KINDS: dict[str, str] = {
     name: kind
     for kind, names in {
         "reduction": "sum mean amax amin linalg_vector_norm prod argmax argmin any all var std var_mean max min norm logsumexp",
-        "norm": "native_layer_norm _fused_rms_norm",
-        "norm_backward": "native_layer_norm_backward _fused_rms_norm_backward",
+        "norm": "native_layer_norm _fused_rms_norm rms_norm add_rms_norm layer_norm add_layer_norm",
+        "norm_backward": """native_layer_norm_backward _fused_rms_norm_backward rms_norm_backward add_rms_norm_backward layer_norm_backward
+            add_layer_norm_backward""",
         "channels": "native_group_norm native_batch_norm cudnn_batch_norm batch_norm",
         "channels_backward": "native_group_norm_backward native_batch_norm_backward cudnn_batch_norm_backward",
         "softmax": "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data _safe_softmax",

@@ -20,6 +20,7 @@ from dataclasses import replace
 from math import ceil, prod
 
 from foretell.hardware.generations import Multiprocessors, multiprocessors
+from foretell.kernels.names import NAMESPACE, PARTS_PER_SM
 from foretell.price.kernels import scratch_attention, scratch_rnn
 from foretell.price.kernels.convolutions import workspace
 from foretell.price.kernels.scratch_data import (
@@ -401,6 +402,19 @@ def _recurrent_backward(op: Op, _: Multiprocessors) -> Buffers:
     return max(scratch_rnn.backward(op), key=sum)
 
 
+def _own_norm_backward(learned: int) -> Rule:
+    """Sums of a weight's gradient, and of a bias's, by programs that each go over many rows (kernels/device/norm.py)."""
+
+    def rule(op: Op, sms: Multiprocessors) -> Buffers:
+        width = op.inputs[0].spec.shape[-1]
+        rows = op.inputs[0].spec.numel // max(1, width)
+        parts = min(rows, sms.multiprocessors * next(each for most, each in PARTS_PER_SM if width <= most))
+        wanted = [ref for ref in op.outputs[1:] if ref.spec.numel]
+        return tuple([parts * width * 4] * min(learned, len(wanted)))
+
+    return rule
+
+
 _PAIR, _WELFORD = 16, 16
 _RULES: dict[str, Rule] = {
     "aten._scaled_dot_product_cudnn_attention.default": scratch_attention.cudnn,
@@ -411,6 +425,8 @@ _RULES: dict[str, Rule] = {
     "aten._scaled_dot_product_efficient_attention_backward.default": scratch_attention.efficient_backward,
     "aten.native_layer_norm_backward.default": _layer_norm_backward(2),
     "aten._fused_rms_norm_backward.default": _layer_norm_backward(1),
+    **{f"{NAMESPACE}.{add}rms_norm_backward.default": _own_norm_backward(1) for add in ("", "add_")},
+    **{f"{NAMESPACE}.{add}layer_norm_backward.default": _own_norm_backward(2) for add in ("", "add_")},
     "aten.native_group_norm.default": _group_norm, "aten.native_group_norm_backward.default": _group_norm_backward,
     "aten._softmax_backward_data.default": _softmax_backward, "aten._safe_softmax.default": _safe_softmax,
     "aten.logsumexp.default": _input_copy, "aten._fft_c2r.default": _input_copy,

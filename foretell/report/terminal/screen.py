@@ -173,6 +173,8 @@ def _recipe(recipe: Mapping[str, Any]) -> str:
         words.append(f"recompute {recipe['recompute']}")
     if recipe.get("loss_chunks", 1) != 1:
         words.append(f"loss in {recipe['loss_chunks']} chunks")
+    if recipe.get("kernels"):
+        words.append(f"{', '.join(map(str, recipe['kernels']))} by foretell's kernels")
     if isinstance(recipe.get("sync"), Mapping):
         words.append(f"{recipe.get('replicas', 1)} replicas joined {_clean(sync_told(Sync.from_json(recipe['sync'])))}")
     how = recipe.get("compile")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hmac
 import math
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -69,13 +69,7 @@ class TcpLink:
         if int.from_bytes(number, "big") != self.received or not hmac.compare_digest(tag, self._tag(number, content)):
             raise Forged(f"what came over {self.name} is not of this run, or not what was due")
         self.received += 1
-        found, place = [], 0
-        for form in forms:
-            count = math.prod(form.shape)
-            found.append(torch.frombuffer(content, dtype=form.dtype, count=count, offset=place).reshape(form.shape) if count else
-                         torch.empty(form.shape, dtype=form.dtype))  # fmt: skip
-            place += nbytes(form)
-        return tuple(found)
+        return _tensors_in(content, forms)
 
     def close(self) -> None:
         self.socket.close()
@@ -104,30 +98,38 @@ def _bytes_of(tensor: Tensor) -> bytes:
     return tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
+def _tensors_in(content: bytearray, forms: Forms) -> tuple[Tensor, ...]:
+    """What came, without a copy."""
+    found, place = [], 0
+    for form in forms:
+        count = math.prod(form.shape)
+        found.append(torch.frombuffer(content, dtype=form.dtype, count=count, offset=place).reshape(form.shape) if count else
+                     torch.empty(form.shape, dtype=form.dtype))  # fmt: skip
+        place += nbytes(form)
+    return tuple(found)
+
+
 class GlooLink:
-    """Point to point in a group of all stages."""
+    """Point to point in a group of all stages; all tensors of a message as one, since each one sent waits for gloo's threads."""
 
     def __init__(self, peer: int) -> None:
         self.peer = peer
 
     def send(self, tensors: Sequence[Tensor]) -> None:
-        for one in tensors:
-            if one.numel():
-                self._do(lambda value=one: dist.send(value.detach().contiguous().cpu(), self.peer))
+        content = bytearray(b"".join(_bytes_of(one) for one in tensors))
+        self._do(lambda: dist.send(torch.frombuffer(content, dtype=torch.uint8), self.peer))
 
     def receive(self, forms: Forms) -> tuple[Tensor, ...]:
-        found = tuple(torch.empty(form.shape, dtype=form.dtype) for form in forms)
-        for one in found:
-            if one.numel():
-                self._do(lambda value=one: dist.recv(value, self.peer))
-        return found
+        content = bytearray(sum(map(nbytes, forms)))
+        self._do(lambda: dist.recv(torch.frombuffer(content, dtype=torch.uint8), self.peer))
+        return _tensors_in(content, forms)
 
     def close(self) -> None:
         """The group ends with its process."""
 
-    def _do(self, work: object) -> None:
+    def _do(self, work: Callable[[], object]) -> None:
         try:
-            work()  # type: ignore[operator]
+            work()
         except RuntimeError as error:
             raise Closed(f"gloo, stage {self.peer}: {str(error).splitlines()[0][:100]}") from error
 

@@ -28,7 +28,7 @@ from foretell.plan.blocks import expand, stages_of
 from foretell.plan.facts import Facts
 from foretell.plan.legal import check
 from foretell.plan.precision import MIXED, computes_in
-from foretell.plan.recipe import refuse_other_model
+from foretell.plan.recipe import own_kernels, refuse_other_model
 from foretell.plan.types import AWAY, MASTER, Mesh, Plan, Residency
 from foretell.runtime.parallel import shard
 from foretell.runtime.parallel.adapted import put_on
@@ -44,14 +44,7 @@ from foretell.trace.chunked.deferred import aside
 from foretell.trace.fold.blocks import find_blocks
 from foretell.trace.fold.recompute import plainly
 from foretell.trace.moments.optimizer import names_of_tables
-from foretell.trace.record.step import (
-    Batch,
-    Workload,
-    build_optimizer,
-    cast_floats,
-    in_chunks,
-    prepare_precision,
-)
+from foretell.trace.record.step import Batch, Workload, build_optimizer, cast_floats, in_chunks, prepare_precision
 
 if TYPE_CHECKING:
     from foretell.checkpoint.peft_files import AdapterFile
@@ -342,8 +335,7 @@ def apply(
     base = put_on(model, plan, start) if plan.adapters is not None and not adapted else ""
     shapes = {name: (tuple(p.shape), p.dtype) for name, p in model.named_parameters() if p.requires_grad} if plan.adapters is not None else {}
     tables = names_of_tables(model) if plan.coded else ()
-    if plan.precision == "bf16" and plan.adapters is None:
-        prepare_precision(model, "bf16")
+    _prepare(model, plan, ranks.device)
     if plan.offloads:
         from foretell.runtime.offload.attach import place_rest
 
@@ -408,6 +400,16 @@ def apply(
                tables=tables, shapes=shapes)  # fmt: skip
 
 
+def _prepare(model: nn.Module, plan: Plan, device: torch.device) -> None:
+    """Weights in the plan's format, and its kernels in the model's forwards: a CPU runs what they stand for, in plain torch."""
+    if plan.precision == "bf16" and plan.adapters is None:
+        prepare_precision(model, "bf16")
+    if names := own_kernels(plan):
+        from foretell.kernels.swap.apply import apply as put_kernels
+
+        put_kernels(model, names, emulated=device.type != "cuda")
+
+
 def _in_chunks(workload: Workload, plan: Plan) -> Callable[[Workload], Tensor] | None:
     """How the loss is computed where the plan has it in chunks."""
     return in_chunks(workload, plan.loss_chunks).around if plan.loss_chunks > 1 else None
@@ -432,11 +434,8 @@ def _split(runner: Runner, found: Prepared | None) -> TensorParallel | None:
     if isinstance(runner, Piped):
         for stage in runner.stages.stages.values():
             stage.gather = tensor.gathered
-    places: dict[str, Any] = {}
-    for part in runner.parts:
-        applied = tensor.apply(part, found.derived, found.team)
-        places.update(applied.places)
-    return replace(applied, places=places)
+    applied = [tensor.apply(part, found.derived, found.team) for part in runner.parts]
+    return replace(applied[-1], places={path: place for one in applied for path, place in one.places.items()})
 
 
 def placed(batch: Batch, *, device: torch.device, precision: str) -> Batch:
@@ -485,8 +484,8 @@ def _outer(plan: Plan, parameters: list[nn.Parameter], ranks: Ranks) -> Outer:
         from foretell.runtime.parallel.sync.peer import joined
 
         return Outer(sync, parameters, 1, lambda elements: joined(replica, elements, sync))
-    exchange, format = GroupExchange(ranks.group("dp_replicate"), ranks.size("dp_replicate"), ranks.coordinate("dp_replicate")), plan.sync.format
-    return Outer(plan.sync, parameters, exchange.replicas, lambda elements: Mean(exchange, elements, format, ranks.device))
+    exchange = GroupExchange(ranks.group("dp_replicate"), ranks.size("dp_replicate"), ranks.coordinate("dp_replicate"))
+    return Outer(sync, parameters, exchange.replicas, lambda elements: Mean(exchange, elements, sync.format, ranks.device))
 
 
 def _optimizer(plan: Plan, parameters: list[nn.Parameter], whole: Sequence[Tensor]) -> torch.optim.Optimizer:

@@ -15,7 +15,7 @@ from foretell.lower.fsdp.sharded import block_of
 from foretell.price.host import steady
 from foretell.price.machine import machine
 from foretell.price.network.collectives import P2P, among, collective
-from foretell.price.speeds import alone, profile_for
+from foretell.price.speeds import Speeds, among_ranks, between_processes, profile_for
 from foretell.price.time import Machine
 from foretell.quantities import ASSUMED, MEASURED
 from foretell.search.inference.split import InferenceSplit, InferenceUnit, Place, split_front
@@ -68,9 +68,10 @@ class InferPlan:
 
 def infer_plan(
     source: Source, cluster: Cluster, *, precision: str = "bf16", profile_of: Callable[[str], Profile | None],
-    cache: bool = True, time_limit: float = TIME_LIMIT,
+    cache: bool = True, time_limit: float = TIME_LIMIT, over: str = "tcp",
 ) -> InferPlan:  # fmt: skip
-    """The front of splits of a model over a cluster's devices. Nothing is run: one request is traced on fake tensors."""
+    """The front of splits of a model over a cluster's devices. Nothing is run: one request is traced on fake tensors. `over`: what stages on
+    CPUs of one machine talk over."""
     check_source(source)
     if cluster.count > MOST_DEVICES:
         raise UserError(f"{cluster.count} devices to split one request over", f"at most {MOST_DEVICES}")
@@ -78,7 +79,7 @@ def infer_plan(
         kind: inference_trace(source, precision, capability, cache, time_limit)
         for kind, capability in _capabilities(cluster).items()
     }
-    return plan_from(traces, cluster, profile_of, source.micro_batch)
+    return plan_from(traces, cluster, profile_of, source.micro_batch, over)
 
 
 def inference_trace(
@@ -91,7 +92,7 @@ def inference_trace(
 
 
 def plan_from(
-    traces: Mapping[str, Trace], cluster: Cluster, profile_of: Callable[[str], Profile | None], samples: int
+    traces: Mapping[str, Trace], cluster: Cluster, profile_of: Callable[[str], Profile | None], samples: int, over: str = "tcp"
 ) -> InferPlan:
     """The same from traces: kind of device (cpu or gpu) → what it runs."""
     devices = [cluster.part_of(rank).device for rank in range(cluster.count)]
@@ -103,16 +104,17 @@ def plan_from(
         if [name for name, _ in found] != names:
             notes.append(f"a {kind} runs the model in other pieces; what a {main} runs is taken for it")
             runs[kind] = runs[main]
-    seconds: dict[str, list[float]] = {}
+    seconds: dict[tuple[str, int], list[float]] = {}
+    kinds = [(device.name, ranks) for device, ranks in zip(devices, _together(cluster, devices), strict=True)]
     provenance = MEASURED if cluster.matrix is not None or cluster.count == 1 else ASSUMED
-    for device in cluster.devices:
+    for key, device in dict(zip(kinds, devices, strict=True)).items():
         known = _machine(device, cluster, profile_of)
         notes += [note for note in known.notes if note not in notes]
         provenance = provenance if known.provenance == MEASURED else ASSUMED
         kind = _kind(device) if runs[_kind(device)] is not runs[main] else main
-        seconds[device.name] = unit_seconds(traces[kind], [ops for _, ops in runs[kind]], known)
-    units = units_of(traces[main], runs[main], [seconds[device.name] for device in devices])
-    front = split_front(units, _places(cluster, devices), _links(cluster), _input_bytes(traces[main]))
+        seconds[key] = unit_seconds(traces[kind], [ops for _, ops in runs[kind]], among_ranks(known, key[1], device.sm_count))
+    units = units_of(traces[main], runs[main], [seconds[key] for key in kinds])
+    front = split_front(units, _places(cluster, devices), _links(cluster, over), _input_bytes(traces[main]))
     return InferPlan(
         front=front, units=tuple(names), devices=tuple(device.name for device in devices), samples=samples,
         provenance=provenance, notes=tuple(notes),
@@ -141,12 +143,12 @@ def _inside(op: Op, block: str) -> bool:
     return op.module == block or op.module.startswith(f"{block}.")
 
 
-def unit_seconds(trace: Trace, runs: Sequence[Sequence[Op]], known: Machine) -> list[float]:
+def unit_seconds(trace: Trace, runs: Sequence[Sequence[Op]], speeds: Speeds) -> list[float]:
     """Seconds of each run of ops, one request after another."""
     found = []
     for ops in runs:
         unit = replace(trace, programs={"unit": Program("unit", tuple(ops))}, schedule={"evaluation": (("unit", 1),)})
-        found.append(simulate(list(tasks_of(unit, steady(unit), alone(known), around=False)), steps=2).seconds)
+        found.append(simulate(list(tasks_of(unit, steady(unit), speeds, around=False)), steps=2).seconds)
     return found
 
 
@@ -233,7 +235,15 @@ def _places(cluster: Cluster, devices: Iterable[Device]) -> list[Place]:
     return found
 
 
-def _links(cluster: Cluster) -> Callable[[int, int, int], float]:
+def _together(cluster: Cluster, devices: Sequence[Device]) -> list[int]:
+    """How many of the devices are the cores of one machine: its processes share them."""
+    places = [cluster.domain_of(rank) if device.backend == "cpu" else None for rank, device in enumerate(devices)]
+    return [1 if place is None else places.count(place) for place in places]
+
+
+def _links(cluster: Cluster, over: str) -> Callable[[int, int, int], float]:
+    """Of CPUs of one machine what its processes talk `over`, else what joins the devices."""
+    cores = [cluster.domain_of(rank) if cluster.part_of(rank).device.backend == "cpu" else None for rank in range(cluster.count)]
     groups = {(a, b): among(cluster, (a, b)) for a in range(cluster.count) for b in range(cluster.count) if a != b}
     for (a, b), group in groups.items():
         if group.domains > 1 and group.inter is None and group.measured_inter is None:
@@ -241,6 +251,8 @@ def _links(cluster: Cluster) -> Callable[[int, int, int], float]:
 
     @functools.cache
     def seconds(source: int, target: int, nbytes: int) -> float:
+        if cluster.matrix is None and cores[source] is not None and cores[source] == cores[target]:
+            return between_processes(over, nbytes)
         return collective(P2P, nbytes, groups[source, target]).seconds
 
     return seconds

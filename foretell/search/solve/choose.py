@@ -56,7 +56,7 @@ def choose(
         return adapted(question, patience)
     if question.wishes.sync is not None:
         return apart(question, patience)
-    if (question.wishes.loss_chunks or 1) > 1:
+    if (question.wishes.loss_chunks or 1) > 1 or question.wishes.kernels:
         return question.into(Climb).answer(patience)
     if question.wishes.precision == MASTER:
         if by_law:

@@ -24,7 +24,7 @@ from foretell.plan import legal
 from foretell.plan.blocks import compress, cuts_by_cost
 from foretell.plan.precision import default
 from foretell.plan.recipe import model_of
-from foretell.plan.types import AWAY, Mesh, Pipeline, Plan, Residency
+from foretell.plan.types import AWAY, OWN_KERNEL, Mesh, Pipeline, Plan, Residency
 from foretell.price.offload import neighbours
 from foretell.quantities import TIGHT
 from foretell.search.block_costs.residency import MODES, RECOMPUTE, modes_of
@@ -164,6 +164,7 @@ class Climb(Question):
             precision=self.wishes.precision or default(self.cluster),
             optimizer=self.wishes.optimizer, clip=self.wishes.clip, pipeline=self._pipeline(mesh),
             adapters=self.wishes.adapters, base=self.wishes.base, state_format=self.wishes.coded, sync=self.wishes.sync,
+            kernels=dict.fromkeys(self.wishes.kernels, OWN_KERNEL),
         )  # fmt: skip
         batches = self.batches(mesh)
         if not batches:
@@ -187,6 +188,7 @@ class Climb(Question):
         return Plan(
             model=model_of(self.source), hardware=self.hardware, precision=self.wishes.precision or default(self.cluster),
             optimizer=self.wishes.optimizer, clip=self.wishes.clip, adapters=self.wishes.adapters, base=self.wishes.base,
+            kernels=dict.fromkeys(self.wishes.kernels, OWN_KERNEL),
         )  # fmt: skip
 
     def _best(self, mesh: Mesh | None = None) -> Candidate | None:

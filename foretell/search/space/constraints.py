@@ -81,6 +81,8 @@ class SearchConstraints:
     """Of adapted layers: the format of their frozen weights, as plans have it."""
     loss_chunks: int | None = None
     """Of the output layer and the loss; None: 1, and more where nothing fits otherwise and logits are what is large."""
+    kernels: tuple[str, ...] = ()
+    """Ops that foretell's own kernels do."""
     sync: Sync | None = None
     """How replicas that step alone are joined; None: gradients are summed in every step."""
     may_part: bool = False

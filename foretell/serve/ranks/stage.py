@@ -21,8 +21,9 @@ from foretell.runtime.parallel.pipeline.part import BoundaryTensor
 from foretell.runtime.parallel.pipeline.stages import RankStages, cut
 from foretell.runtime.parallel.tensor import split as tensor
 from foretell.runtime.parallel.tensor import values
+from foretell.serve.formats import KvPool
 from foretell.serve.ranks.controller import RankLayout
-from foretell.serve.runner import AGREES, PROBE_TOKENS, KvPool, StepRunner, context_of, words_in
+from foretell.serve.runner import AGREES, PROBE_TOKENS, StepRunner, context_of, words_in
 from foretell.simulate.serving.scheduler import Row
 from foretell.simulate.serving.scheduler import Sequence as Scheduled
 from foretell.trace.fold.blocks import find_blocks

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretell.kernels.kernel import IN_FLOAT32, NAMESPACE
 from foretell.trace.cuda.versions import RMS_NORM_IN_FP32, holds
 
 LOWER = (
@@ -120,10 +121,14 @@ class CudaAutocast:
                 overload = _overload(name)
                 if overload is not None:
                     self._library.impl(name, make(overload), _KEY, allow_override=True)
+        self._own = torch.library.Library(NAMESPACE, "IMPL")
+        for op in IN_FLOAT32:
+            self._own.impl(op.name().split("::")[1], self._fp32(op), _KEY)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._library._destroy()
+        self._own._destroy()
         self.forget()
 
     def forget(self) -> None:

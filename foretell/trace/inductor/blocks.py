@@ -3,13 +3,15 @@
     head, eager │ enter F0 leave │ enter F1 leave │ tail, loss, eager │ enter B1 leave │ enter B0 leave │ head', eager
 
 What a block is given and what it returns lives as it does without compilation; inside, kernels and tensors are those
-of the compiled graph (compiled_joint and the rest). Equal blocks are compiled each for itself here.
+of the compiled graph (compiled_joint and the rest). Of equal blocks without a backward the first is compiled, and the others
+are written down from it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from foretell.trace import types
 from foretell.trace.inductor.emit import Emitter
@@ -35,11 +37,16 @@ def in_blocks(ops: Sequence[Op], blocks: Sequence[str], block_of: BlockOf, stora
             found.setdefault((block, late[position]), []).append(position)
     written: dict[int, list[Op]] = {}
     taken: set[int] = set()
+    readers = _readers(ops)
+    alike: dict[object, _Written] = {}
     for block in dict.fromkeys(where):
         if not block:
             continue
         ahead, back = found.get((block, False), []), found.get((block, True), [])
-        forward, backward = _block(ops, ahead, back, storages)
+        if ahead and not back:
+            forward, backward = _forward(ops, ahead, storages, readers, block, alike), []
+        else:
+            forward, backward = _block(ops, ahead, back, storages, readers)
         if ahead:
             written[ahead[0]] = _entered(forward, "forward", block)
         if back:
@@ -117,22 +124,95 @@ def _adds(op: Op, storages: dict[int, Storage], ops: Sequence[Op]) -> bool:
     return bool(held) and not any(n in other.allocates for other in ops for n in held)
 
 
+class _Written(NamedTuple):
+    """A block that was compiled: its ops, whose storages these are, and those that it made."""
+
+    block: str
+    ops: list[Op]
+    order: Mapping[int, int]
+    """Storage → its place among those that the block touches."""
+    first: int
+    """The number of the first new storage; the others follow."""
+    made: list[Storage]
+
+
+def _forward(
+    ops: Sequence[Op], ahead: Sequence[int], storages: dict[int, Storage], readers: Readers, block: str, alike: dict[object, _Written]
+) -> list[Op]:
+    """The forward of a block, compiled; or as that of an equal one, with its own storages."""
+    order: dict[int, int] = {}
+    mine = [ops[at] for at in ahead]
+    for op in mine:
+        for number in (*touched(op), *op.allocates, *op.frees):
+            order.setdefault(number, len(order))
+    outside, born = _read_outside(mine, set(ahead), readers), {n for op in mine for n in op.allocates}
+
+    def within(module: str) -> tuple[bool, str]:
+        inside = module == block or module.startswith(f"{block}.")
+        return inside, module[len(block) :] if inside else module
+
+    key = (
+        tuple((op.name, tuple((order[ref.storage], ref.spec) for ref in op.inputs), tuple((order[ref.storage], ref.spec) for ref in op.outputs),
+               within(op.module), op.phase, op.flops, tuple(order[n] for n in op.allocates), tuple(order[n] for n in op.frees), op.attrs)
+              for op in mine),
+        tuple((*storages[number]._replace(module=""), within(storages[number].module) if number in born else ()) for number in order),
+        tuple((order[ref.storage], ref.spec, place) for _, place, ref in outside), tuple(at - outside[0][0] for at, _, _ in outside),
+    )  # fmt: skip
+    first = max(storages, default=0) + 1
+    known = alike.get(key)
+    if known is None:
+        made = _block(ops, ahead, [], storages, readers)[0]
+        alike[key] = _Written(block, made, order, first, [storages[number] for number in range(first, max(storages, default=0) + 1)])
+        return made
+    places = list(order)
+    number_of = {old: places[place] for old, place in known.order.items()} | {known.first + place: first + place for place in range(len(known.made))}
+
+    def here(module: str) -> str:
+        return block + module[len(known.block) :] if module == known.block or module.startswith(f"{known.block}.") else module
+
+    storages.update({first + place: one._replace(module=here(one.module)) for place, one in enumerate(known.made)})
+    return [
+        replace(
+            op, inputs=tuple(Ref(number_of[ref.storage], ref.spec) for ref in op.inputs), module=here(op.module),
+            outputs=tuple(Ref(number_of[ref.storage], ref.spec) for ref in op.outputs),
+            allocates=tuple(number_of[n] for n in op.allocates), frees=tuple(number_of[n] for n in op.frees),
+        ) for op in known.ops
+    ]  # fmt: skip
+
+
+Readers = Mapping[int, Sequence[tuple[int, int, Ref]]]
+"""Storage → where it is read: the op's position, the input's place, and as what."""
+
+
+def _readers(ops: Sequence[Op]) -> Readers:
+    found: dict[int, list[tuple[int, int, Ref]]] = {}
+    for position, op in enumerate(ops):
+        for place, ref in enumerate(op.inputs):
+            found.setdefault(ref.storage, []).append((position, place, ref))
+    return found
+
+
+def _read_outside(made: Sequence[Op], inside: set[int], readers: Readers) -> list[tuple[int, int, Ref]]:
+    """What other ops read of what some allocate, in the order of these ops."""
+    born = {n for op in made for n in op.allocates}
+    return sorted((one for number in born for one in readers.get(number, ()) if one[0] not in inside), key=lambda one: one[:2])
+
+
 def _block(
-    ops: Sequence[Op], ahead: Sequence[int], back: Sequence[int], storages: dict[int, Storage]
+    ops: Sequence[Op], ahead: Sequence[int], back: Sequence[int], storages: dict[int, Storage], readers: Readers
 ) -> tuple[list[Op], list[Op]]:
     """Forward and backward of one block, compiled."""
     inside = {*ahead, *back}
     forward, backward = [ops[at] for at in ahead], [ops[at] for at in back]
-    first, last = (ahead[-1] + 1 if ahead else 0), (back[0] if back else len(ops))
-    outside = [op for at, op in enumerate(ops) if at not in inside]
-    born = {n for op in forward for n in op.allocates}
+    between = ops[ahead[-1] + 1 if ahead else 0 : back[0]] if back else ()
     returned: dict[int, Ref] = {}
-    for op in outside:
-        returned.update({ref.storage: ref for ref in op.inputs if ref.storage in born and ref.storage not in returned})
-    made_late = {n for op in backward for n in op.allocates}
-    read = tuple(ref for op in outside for ref in op.inputs if ref.storage in made_late)
+    first: dict[int, int] = {}
+    for position, _, ref in _read_outside(forward, inside, readers):
+        if first.setdefault(ref.storage, position) == position:  # the last view that the first op reads
+            returned[ref.storage] = ref
+    read = tuple(ref for _, _, ref in _read_outside(backward, inside, readers))
     after = [Op("foretell.output", read, (), "", BACKWARD, 0)]
-    parts = ProgramOps(forward, ops[first:last], backward, after, list(returned.values()))
+    parts = ProgramOps(forward, between, backward, after, list(returned.values()))
     joint = join(parts, storages)
     free = {
         node.index for number, node in joint.inputs.items()

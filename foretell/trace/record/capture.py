@@ -364,6 +364,7 @@ def _meta(recorder: Recorder, step: Step, capability: tuple[int, int] | None, re
         "assumed": sorted(recorder.assumed - ({COMPILED} if compiles else set())),
         **({"compiles": compiles} if compiles else {}),
         **({"context": context} if step.recipe.packed and (context := getattr(step.model, "context", None)) else {}),
+        **({"kernels": step.kernels} if step.kernels else {}),
         **({"backwards": step.backwards} if step.backwards > 1 else {}),
         **({"masked_if_compiled": sorted(recorder.left_out)} if recorder.left_out else {}),
         "versions": {"torch": release.split("+")[0], "python": platform.python_version()},

@@ -78,6 +78,8 @@ class Step:
         self.observer: Observer = observer or SilentObserver()
         self.model = workload.model
         self.model.train(recipe.mode == "train")
+        self.kernels: dict[str, int] = {}
+        """Of foretell's own: how many modules have each."""
         if any(isinstance(one, UninitializedTensorMixin) for one in (*self.model.parameters(), *self.model.buffers())):
             with torch.no_grad():  # lazy modules learn their sizes from a first batch
                 call_model(self.model, workload.batch)
@@ -85,6 +87,11 @@ class Step:
             prepare_weights(self.model, recipe.precision, recipe.adapters, recipe.base)
         elif recipe.precision in _SHARDED:
             prepare_precision(self.model, recipe.precision)
+        if recipe.kernels:
+            from foretell.kernels.swap.apply import apply
+
+            put = apply(self.model, recipe.kernels, emulated=True).swapped
+            self.kernels = {name: sum(one.kernel == name for one in put) for name in recipe.kernels}
         for name, parameter in self.model.named_parameters():
             if recipe.mode == "infer" or any(name.startswith(prefix) for prefix in recipe.freeze):
                 parameter.requires_grad_(False)

@@ -146,7 +146,8 @@ def _looped(suspect: Suspect, loop: LoopCases, mode: str) -> None:
 
 def _does_it_itself(suspect: Suspect, own: TaskCase) -> None:
     if suspect.launches:
-        left_out = suspect.side.call(own.question, "kernels", how=triton_kernels.LEAVE_OUT)
+        # Poisoned: memory that was freed could hold the last right answer, and a result that nobody writes would be right by it.
+        left_out = suspect.side.call(own.question, "kernels", how=triton_kernels.LEAVE_OUT, poison=True)
         if left_out.outputs and checks.values(own, left_out)[0] is None:
             raise Refused("decoy", "with its kernels left out the answer is as right: something else computes it")
         return

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -83,6 +84,8 @@ class Raised(Exception):
         return self.kind in ("MemoryError", "OutOfMemoryError") or "can't allocate memory" in self.text
 
 
+_turns = threading.Lock()
+"""One question to a server at a time: kernels may be verified side by side."""
 _servers: dict[str, Server] = {}
 """How Triton runs → a server: what torch imports of Triton by itself is interpreted, or compiled, from then on."""
 
@@ -124,7 +127,7 @@ class KernelProcess:
         })  # fmt: skip
         environment = environment_of(self.setting)
         if not self.setting.before:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError), _turns:
                 self.process: Any = Forked(_server(environment).socket, MODULE, handle, [settings], environment)
                 return
         os.set_inheritable(handle, True)

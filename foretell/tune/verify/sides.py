@@ -126,6 +126,18 @@ class ModuleSide:
         content, blobs = content_of(question)
         return [str(one) for one in self.process.ask("ops", content, blobs).header["ops"]]
 
+    def graph(self, question: KernelCall) -> dict[str, Any]:
+        """aten ops of a forward, with what goes in and out of each."""
+        self.settle(question)
+        content, blobs = content_of(question)
+        return dict(self.process.ask("graph", content, blobs).header["graph"])
+
+    def profile(self, question: KernelCall) -> list[dict[str, Any]]:
+        """Kernels of a forward, or ops on a CPU, with the time that the kernel's own process says they take."""
+        self.settle(question)
+        content, blobs = content_of(question)
+        return [dict(one) for one in self.process.ask("profile", content, blobs, self.process.setting.limits.start_seconds).header["profile"]]
+
     def again(self) -> list[tuple[RawTensor | None, ...]]:
         found = self.process.ask("again")
         return rows_of(found.header["calls"], found.blobs)

@@ -29,17 +29,18 @@ class Code:
         return Path(self.path).stem
 
 
-def read(path: str) -> tuple[str, ast.Module]:
+def read(path: str, kind: str = CANDIDATE) -> tuple[str, ast.Module]:
+    remedy = f"give a Python file with a class {kind}"
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise MissingModel(f"there is no file {path}", "give a Python file with a class ModelNew") from None
+        raise MissingModel(f"there is no file {path}", remedy) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise FileFormatError(f"{path} cannot be read: {error}", "give a Python file with a class ModelNew") from None
+        raise FileFormatError(f"{path} cannot be read: {error}", remedy) from None
     try:
         return text, ast.parse(text, path)
     except (SyntaxError, ValueError, RecursionError) as error:
-        raise FileFormatError(f"{path} is no Python: {error}", "give a Python file with a class ModelNew") from None
+        raise FileFormatError(f"{path} is no Python: {error}", remedy) from None
 
 
 def defined(tree: ast.Module) -> set[str]:
@@ -56,13 +57,12 @@ def candidate(path: str) -> Code:
 
 def reference(path: str) -> Code:
     """The file's reference; what of the file it does not need is left out."""
-    text, tree = read(path)
+    text, tree = read(path, MODEL)
     known = defined(tree)
     missing = [name for name in (MODEL, INPUTS) if name not in known]
     if missing:
-        raise UserError(
-            f"{path} has no {' and no '.join(missing)}", f"name the task's file: --reference FILE, with a class {MODEL} and {INPUTS}()"
-        )
+        remedy = f"name the task's file (of tune verify: --reference FILE), with a class {MODEL} and {INPUTS}()"
+        raise UserError(f"{path} has no {' and no '.join(missing)}", remedy)
     return Code(path=path, text=_slice(text, tree), kind=MODEL)
 
 

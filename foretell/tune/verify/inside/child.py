@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from foretell.tune.verify import wire
-from foretell.tune.verify.inside import confine, loops, training, triton_kernels, watching
+from foretell.tune.verify.inside import confine, graph, loops, profiled, training, triton_kernels, watching
 from foretell.tune.verify.inside.calls import Caller, outputs_of, raw_of
 
 PRELOAD = ("foretell.tune.verify.inside.child", "numpy", watching.LAZY)
@@ -61,6 +61,12 @@ class KernelWorker:
             return self._describe(asked)
         if what == "ops":
             return {"ops": self._ops(asked, blobs)}, []
+        if what == "graph":
+            assert self.caller.module is not None
+            return {"graph": graph.graph_of(self.caller.module, self.caller.arguments(asked, blobs))}, []
+        if what == "profile":
+            assert self.caller.module is not None
+            return {"profile": profiled.profile_of(self.caller.module, self.caller.arguments(asked, blobs), self.device)}, []
         if what == "train":
             assert self.caller.module is not None
             return {"losses": [one.hex() for one in training.losses(self.caller.module, asked, blobs, self.device)]}, []

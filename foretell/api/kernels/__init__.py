@@ -1,0 +1,1 @@
+"""Kernels: searched for by templates, or written by a language model. `search`."""
