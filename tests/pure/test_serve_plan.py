@@ -148,8 +148,8 @@ def test_pages_are_the_most_that_fit() -> None:
 @pytest.fixture(autouse=True)
 def _few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search asks for fewer of each rate, which is enough to tell these layouts apart."""
-    monkeypatch.setattr("foretell.simulate.serving.run.MOST_REQUESTS", 300)
-    monkeypatch.setattr("foretell.search.serving.find.WINDOW", 8.0)
+    monkeypatch.setattr("foretell.simulate.serving.run.MOST_REQUESTS", 600)
+    monkeypatch.setattr("foretell.search.serving.find.WINDOW", 15.0)
 
 
 @functools.cache
