@@ -203,7 +203,7 @@ def test_modules_are_known_by_what_they_compute(module: nn.Module, kernel: str) 
     with Seen() as seen:
         found = step(module, x)
     op = "gated" if "glu" in kernel else kernel
-    assert f"foretell::{op}" in {one.name() for one, _ in seen.calls}
+    assert f"foretell_kernels::{op}" in {one.name() for one, _ in seen.calls}
     assert close(found, wanted)
 
 
@@ -257,7 +257,7 @@ def test_a_function_that_turns_queries_and_keys_is_known_and_its_file_stays_as_i
     applied = apply(module, ["rotary"], anywhere=True)
     with Seen() as seen:
         found = module(x, angle.cos(), angle.sin())
-    assert [one.name() for one, _ in seen.calls] == ["foretell::rotary"] and torch.allclose(found, wanted)
+    assert [one.name() for one, _ in seen.calls] == ["foretell_kernels::rotary"] and torch.allclose(found, wanted)
     assert globals() == before and Attention.forward is plain
     ops = []
 
@@ -464,7 +464,7 @@ def test_places_are_taken_where_graphs_are_gone_through_once(once: bool) -> None
     apply(gate, ["swiglu"], once=once, anywhere=True)
     with Seen() as seen:
         assert close(step(gate, x), wanted)
-    assert [one.name() for one, _ in seen.calls] == ["foretell::gated", "foretell::gated_backward" + "_" * once]
+    assert [one.name() for one, _ in seen.calls] == ["foretell_kernels::gated", "foretell_kernels::gated_backward" + "_" * once]
     total = gate(x).sum()
     total.backward(retain_graph=True)
     if once:
