@@ -266,7 +266,7 @@ def test_a_function_that_turns_queries_and_keys_is_known_and_its_file_stays_as_i
         return graph
 
     assert torch.allclose(torch.compile(module, backend=backend, fullgraph=True)(x, angle.cos(), angle.sin()), wanted)
-    assert ops == ["foretell.rotary.default"]
+    assert ops == ["foretell_kernels.rotary.default"]
     applied.revert()
     assert torch.equal(module(x, angle.cos(), angle.sin()), wanted)
 
