@@ -67,6 +67,13 @@ def with_text(evil: str, plain: str = "a") -> Plan:
     )  # fmt: skip
 
 
+def exportable(evil: str) -> Plan:
+    """Without the one text that plans may not have: kernels of other names are refused."""
+    with pytest.raises(UserError, match=r"is not known|no such kernel"):
+        export(with_text(evil), "slurm")
+    return with_text(evil).with_(kernels={})
+
+
 # ---------------------------------------------------------------- reading
 
 
@@ -185,7 +192,7 @@ def ran(script: str, folder: Path, stubs: Path) -> None:
 def everywhere(evil: str) -> dict[str, Plan]:
     """A text as the model's name, within a path, as hardware that is elsewhere, and wherever else."""
     return {
-        "model": plan_of(evil), "file": plan_of(f"{evil}.py:{evil}"), "all": with_text(evil),
+        "model": plan_of(evil), "file": plan_of(f"{evil}.py:{evil}"), "all": exportable(evil),
         "hardware": plan_of(on=f"{evil}.json"), "auto": plan_of(on=f"auto{evil}"), "hf": plan_of(f"hf:{evil}"),
         "adapted": plan_of(adapters=Adapters(rank=4, alpha=8.0, targets=(evil,), train=(evil,)), base={"": "nf4", evil: "bf16"}),
         "joined": plan_of(evil, mesh=Mesh(dp_replicate=16), sync=Sync(every=20)),
@@ -215,7 +222,7 @@ def test_slurm_runs_what_it_should_and_nothing_else(evil: str, tmp_path: Path, s
         first, second = ([re.sub("job-name=[a-z][a-z0-9-]*$", "", line) for line in one] for one in (settings, others))
         assert first == second
         assert [line for line in script.split("\n") if not line.startswith("#")] == [line for line in known.split("\n") if not line.startswith("#")]
-    ran(export(with_text(evil), "slurm").files["train.sbatch"], tmp_path / "evil", stubs)
+    ran(export(exportable(evil), "slurm").files["train.sbatch"], tmp_path / "evil", stubs)
     there = {path.name: path.read_bytes() for path in (tmp_path / "evil").iterdir() if path.name != "script"}
     assert there == {"calls": b"scontrol\0show\0hostnames\0n\0srun\0" + STARTED + b"\0" + STARTED + b"\0"}
 
