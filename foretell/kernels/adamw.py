@@ -153,7 +153,7 @@ def separate_step(
             torch._foreach_mul_([p.grad for p in params], factor)
         optimizer.step()
         for p in params:
-            if p in (copies or {}):
+            if copies and p in copies:
                 copies[p].copy_(p)
     if zero:
         optimizer.zero_grad(set_to_none=False)

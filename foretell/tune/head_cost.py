@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from foretell.kernels.linear_cross_entropy import AUTO, TILE, chunk_rows, padded, sum_dtype
 from foretell.price.kernels.shapes import Shape
-from foretell.price.machine import Machine
+from foretell.price.time import Machine
 from foretell.trace.types import TensorSpec
 from foretell.units import DTYPE_BYTES
 

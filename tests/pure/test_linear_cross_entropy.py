@@ -20,7 +20,8 @@ from foretell.hardware.lookup import shipped_profile
 from foretell.hardware.parse import parse
 from foretell.kernels.kernel import interpreted
 from foretell.kernels.linear_cross_entropy import MOST_ROUNDINGS, chunk_rows, forward, linear_cross_entropy, reference
-from foretell.price.machine import Machine, machine
+from foretell.price.machine import machine
+from foretell.price.time import Machine
 from foretell.tune.head_cost import HeadShape, fastest, head_bytes, head_costs, head_seconds
 
 IGNORED = -100

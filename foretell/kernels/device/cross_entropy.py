@@ -132,8 +132,8 @@ def scale_(x: Tensor, by: Tensor) -> None:
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return forward(x, weight, *rest, streams=measured.config(KERNEL, shape_of(x, weight), x.device)["streams"])
+    return forward(x, weight, *rest, measured.config(KERNEL, shape_of(x, weight), x.device)["streams"])  # type: ignore[call-arg]
 
 
 def linear_cross_entropy_backward(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return backward(grad, x, weight, *rest, streams=measured.config(KERNEL, shape_of(x, weight), x.device)["streams"])
+    return backward(grad, x, weight, *rest, measured.config(KERNEL, shape_of(x, weight), x.device)["streams"])  # type: ignore[call-arg]
