@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from foretell.kernels.kernel import Shape, ShapeBucket, TrainingKernel
-from foretell.kernels.names import ENOUGH, FILE, measured_rows
+from foretell.kernels.names import ENOUGH, FILE, read_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class KernelRow:
 
 
 def read(path: Path = FILE) -> tuple[KernelRow, ...]:
-    return tuple(KernelRow(**row) for row in measured_rows(path))
+    return tuple(KernelRow(**row) for row in read_rows(path))
 
 
 @functools.cache

@@ -28,9 +28,13 @@ ENOUGH = 1.0
 Row = Mapping[str, Any]
 
 
-@functools.cache
-def measured_rows(path: Path = FILE) -> tuple[Row, ...]:
+def read_rows(path: Path = FILE) -> tuple[Row, ...]:
     return tuple(tomllib.loads(path.read_text(encoding="utf-8")).get("row", ()))
+
+
+@functools.cache
+def measured_rows() -> tuple[Row, ...]:
+    return read_rows()
 
 
 def rows_on(device: str, rows: Sequence[Row] | None = None) -> tuple[Row, ...]:

@@ -241,7 +241,7 @@ CUT = Pipeline(schedule="1f1b", cuts=("blocks.1",))
         (plan_of(mesh=Mesh(pp=2), pipeline=replace(CUT, schedule="zero-bubble"), accumulate=2), "schedule zero-bubble"),
         (plan_of({"model": "vit-tiny"}, mesh=Mesh(pp=2), pipeline=CUT, accumulate=2), "cls_token belongs to no layer"),
         (plan_of(mesh=Mesh(dp_shard=2), placement=(1, 0)), "placement cannot be ejected"),
-        (plan_of(kernels={"rms_norm": "own"}), "the kernel for rms_norm"),
+        (plan_of(kernels={"rms_norm": "foretell"}), "the kernel for rms_norm"),
         (plan_of({"model": "hf:vit", "overrides": {"num_hidden_layers": 1}}), "more than tokens and labels: it takes pixel_values"),
         (plan_of({"model": "hf:t5", "overrides": {"num_layers": 1}}), "it is an encoder and a decoder"),
     ],

@@ -22,7 +22,6 @@ from foretell.runtime.parallel.pipeline.part import BoundaryTensor
 from foretell.runtime.process.secure import Forged
 from foretell.trace.load.model import Source, load
 from foretell.trace.record.step import call_model
-from tests import forks
 from tests.further import further
 
 GPT = Source(model="gpt2", overrides={"layers": 4, "dim": 32, "heads": 4, "vocab_size": 100, "context": 32}, seq=16)
@@ -71,12 +70,6 @@ def test_parts_one_after_the_other_are_the_whole(name: str) -> None:
 
 
 def test_stages_over_tcp_answer_as_the_whole_model_and_a_lost_one_is_told() -> None:
-    """In a process that forks its stages: importing torch in each takes longer than all they do."""
-    done = forks.run(env=os.environ, code="from tests.cpu_dist.test_infer import over_tcp; over_tcp()")
-    assert done.returncode == 0, done.stderr
-
-
-def over_tcp() -> None:
     with SplitPipeline(GPT, cuts=("blocks.2",), over="tcp") as split:
         answers(split, 3)
         latency, stages = split.latency_seconds(5)

@@ -46,7 +46,7 @@ def test_linear_cross_entropy(words: int, dtype: torch.dtype) -> None:
 
 
 def test_peak_memory_is_the_formulas() -> None:
-    from foretell.kernels.head_cost import HeadShape, head_bytes
+    from foretell.tune.head_cost import HeadShape, head_bytes
 
     given = linear_cross_entropy.draw({"rows": 8192, "width": 1024, "words": 50257}, torch.bfloat16, torch.device("cuda"))
     x, weight = (one.requires_grad_() for one in given[:2])

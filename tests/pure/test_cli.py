@@ -276,7 +276,7 @@ def test_options_reach_the_api() -> None:
         "cache": False, "compile": True, "channels_last": False, "tokens": None, "samples": None, "epochs": 90.0, "dataset_size": 1.28e6,
         "region": "FR", "price": 2.5, "trace_out": "step.json", "time_limit": 600.0, "keep_writes": False, "loss_chunks": 1, "mtbf": None,
         "state_format": "fp32", "sync_every": None, "outer_lr": 0.7, "outer_momentum": 0.9, "sync_format": "fp32", "sync_delay": 0,
-        "sync_quorum": 0, "sync_grace": 10.0,
+        "sync_quorum": 0, "sync_grace": 10.0, "kernels": None,
     }  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr.strip() == str(sorted(expected.items()))

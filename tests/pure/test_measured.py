@@ -8,9 +8,10 @@ from foretell.kernels import catalog, measured
 from foretell.kernels.kernel import ShapeBucket
 
 
-def row(kernel: str, shape: dict[str, int], speedup: float, device: str = "cpu") -> measured.MeasuredKernel:
-    return measured.MeasuredKernel(
-        kernel=kernel, device=device, dtype="bfloat16", shape=shape, config={"warps": 8}, seconds=1.0, baseline="eager", baseline_seconds=speedup,
+def row(kernel: str, shape: dict[str, int], speedup: float, device: str = "cpu") -> measured.KernelRow:
+    return measured.KernelRow(
+        kernel=kernel, device=device, dtype="bfloat16", shape=shape, config={"warps": 8}, seconds=1.0, floor_seconds=0.5, baseline="eager",
+        baseline_seconds=speedup,
         speedup=speedup, low=speedup, high=speedup, peak_bytes=0, baseline_peak_bytes=0, source="planted",
     )  # fmt: skip
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import operator
 import os
@@ -27,7 +25,7 @@ from foretell.hardware.probe.cases import families as cases
 from foretell.hardware.probe.cases import steps
 from foretell.hardware.probe.clock import Clock, Timing, host_clock
 from foretell.hardware.probe.harvest import Harvest
-from foretell.hardware.profile import Measured, journal_path, load, own_path
+from foretell.hardware.profile import Measured, load
 from tests import forks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,15 +42,11 @@ def environment(**more: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
-    """The journal of a probe that was killed in the middle of its ops, where the command keeps it; in fp32: products in bf16 take long
-    on most CPUs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FORETELL_CACHE", str(tmp_path_factory.mktemp("cache")))
-        path = journal_path(own_path(machine.about("cpu")))
-    path.parent.mkdir(parents=True)
+    """The journal of a probe that was killed in the middle of its ops; in fp32: products in bf16 take long on most CPUs."""
+    path = tmp_path_factory.mktemp("killed") / "cpu.rows.jsonl"
     code = (
         "from foretell.hardware.probe import run; from foretell.hardware.probe.cases import families as cases;"
-        " cases.MOSTLY_FP32 = cases.MOSTLY_FP32[:1] * len(cases.MOSTLY_FP32); run.STEPS_SHARE['cpu'] = 0.05; run.LEAST_STEPS['cpu', 'quick'] = 2;"
+        " cases.MOSTLY_FP32 = cases.MOSTLY_FP32[:1] * len(cases.MOSTLY_FP32);"
         f"run.probe('cpu', 'quick', journal={str(path)!r}, seconds=24)"
     )
     child = forks.Command(code=code, env=environment())
@@ -71,30 +65,21 @@ def wait_for(ready: Any, child: forks.Command, seconds: float = 120) -> None:
 
 
 @pytest.fixture(scope="module")
-def answer(killed: tuple[Path, bytes]) -> dict[str, Any]:
-    """What the command says that goes on with it for some seconds; its last line was torn besides."""
+def resumed(killed: tuple[Path, bytes]) -> tuple[Measured, Measured]:
+    """What the killed probe had, and what it had after going on for some seconds; its last line was torn besides."""
     path, content = killed
     path.write_bytes(content + b'["ops",0.1,{"case":["lin')
+    before = journal.gather(path)
     spent = sum(entry.spent for entry in journal.read(path)[1])
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
-            patch.setenv("FORETELL_CACHE", str(path.parent.parent))
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cases, "MOSTLY_FP32", cases.MOSTLY_FP32[:1] * len(cases.MOSTLY_FP32))
-            patch.setitem(run.BUDGET_SECONDS, ("cpu", "quick"), spent + 4.0)
-            assert main(["probe", "--device", "cpu", "--resume", "--json"]) == 0
+            after = run.probe("cpu", "quick", journal=path, seconds=spent + 4.0, resume=True)
     finally:
         torch.set_num_threads(threads)
-    return json.loads(said.getvalue())  # type: ignore[no-any-return]
-
-
-@pytest.fixture(scope="module")
-def resumed(killed: tuple[Path, bytes], answer: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Measured, Measured]:
-    """What the killed probe had, and what it had after going on."""
-    before = tmp_path_factory.mktemp("before") / "cpu.rows.jsonl"
-    before.write_bytes(killed[1])
-    return journal.gather(before), journal.gather(journal.packed_path(killed[0]))
+    return before, after
 
 
 def test_a_killed_probe_leaves_a_valid_partial_journal(resumed: tuple[Measured, Measured]) -> None:
@@ -136,16 +121,19 @@ def test_a_finished_probe_measures_nothing_again(resumed: tuple[Measured, Measur
 
 
 def test_the_command_measures_fits_and_keeps_a_profile(
-    answer: dict[str, Any], killed: tuple[Path, bytes], resumed: tuple[Measured, Measured], monkeypatch: pytest.MonkeyPatch
+    cache_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FORETELL_CACHE", str(killed[0].parent.parent))
+    monkeypatch.setitem(run.BUDGET_SECONDS, ("cpu", "quick"), 7.0)
+    monkeypatch.setattr(cases, "MOSTLY_FP32", cases.MOSTLY_FP32[:1] * len(cases.MOSTLY_FP32))
+    assert main(["probe", "--device", "cpu", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
     found = answer["probe"]
     path = Path(found["profile"])
-    assert path.parent == killed[0].parent
+    assert path.parent == cache_dir / "profiles"
     known = load(path, device="CPU", torch_version=torch.__version__)
     assert known.ops and known.mode == "quick" and known.figures["name"] == "CPU"
     assert find_profile("CPU", torch.__version__, reported_as=known.reported_as) == known
-    assert found["rows"] == len(resumed[1].rows)
+    assert found["rows"] == len(journal.gather(next(path.parent.glob("*.rows.jsonl.gz"))).rows)
     assert found["product_flops_per_second"].get("float32", 1e9) > 1e7
     assert answer["schema_version"] and "versions" in answer
 

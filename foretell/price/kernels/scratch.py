@@ -406,6 +406,7 @@ def _own_norm_backward(learned: int) -> Rule:
     """Sums of a weight's gradient, and of a bias's, by programs that each go over many rows (kernels/device/norm.py)."""
 
     def rule(op: Op, sms: Multiprocessors) -> Buffers:
+        """From the launcher, with the most programs that any of its configurations has for the width."""
         width = op.inputs[0].spec.shape[-1]
         rows = op.inputs[0].spec.numel // max(1, width)
         parts = min(rows, sms.multiprocessors * next(each for most, each in PARTS_PER_SM if width <= most))

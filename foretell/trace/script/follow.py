@@ -16,7 +16,7 @@ import inspect
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -58,6 +58,8 @@ class FollowedStep:
     recipe: Recipe
     optimizer: Optimizer | None = None
     backwards: int = 1
+    kernels: dict[str, int] = field(default_factory=dict)
+    """None: a script's model is as the script has it."""
 
 
 class Follower:
